@@ -121,7 +121,7 @@ class Attention:
         """Return a function that runs the attention of all layers of a forward, which share one mask."""
         import torch
 
-        from hf_specdec.verification.attention import AttentionContext
+        from hf_specdec.verification.tree_attention import AttentionContext
 
         kind, groups = "full_attention", HEADS["query"] // HEADS["shared"]
         whole = frozenset([kind]) if self.query.shape[2] == 1 else frozenset()
@@ -269,7 +269,7 @@ def verify(kit: Kit) -> None:
                 far, slow = [*far, apart / max(rounding[width], 1e-6)], [*slow, times]
     kit.bar("distance of a replay from the eager forward, times that of SDPA's math kernel", largest(far))
     kit.bar("captured verification, times the copy floor", largest(slow))
-    for key, step in runner._captures._steps.items():  # last, because profilers have crashed with graphs
+    for key, step in runner._graphed._shapes.items():  # last, because profilers have crashed with graphs
         if step.replay is not None:
             operations = device_operations(step.replay, device)
             times = Counter()
@@ -330,21 +330,21 @@ def inductor(kit: Kit) -> None:
 @contextmanager
 def captures() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Collect the captures made in this context: kind of step and shape."""
-    from hf_specdec.verification.graphs import Captures
+    from hf_specdec.verification.graphs import Graphed
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    original = Captures._capture
+    original = Graphed._capture
 
     def noted(self: Any, step: Any) -> Any:
         replay = original(self, step)
-        found.append((self._name, next(key for key, known in self._steps.items() if known is step)))
+        found.append((self._name, next(key for key, known in self._shapes.items() if known is step)))
         return replay
 
-    Captures._capture = noted
+    Graphed._capture = noted
     try:
         yield found
     finally:
-        Captures._capture = original
+        Graphed._capture = original
 
 
 def capture_after_a_failure(kit: Kit) -> None:

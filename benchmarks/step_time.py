@@ -17,7 +17,7 @@ import transformers
 
 from hf_specdec import bench
 from hf_specdec.generation import loading
-from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.verification.programs import Program
 from hf_specdec.verification.runners import CompiledForward
 
 COMPILED = {"compile": "inductor"}
@@ -90,8 +90,7 @@ def main():
     for method in ("fuse", "score"):
         clock.watch_method(type(head), method, "head")
     clock.watch_method(CompiledForward, "__call__", "target")
-    for method in ("fuse", "read", "score"):
-        clock.watch_method(CompiledDraftLayer, method, "head")
+    clock.watch_method(Program, "__call__", "head")  # inside the target's forward it is not counted
     clock.watch(model.get_input_embeddings(), "draft embedding")
 
     document = {"environment": bench.environment(model)}

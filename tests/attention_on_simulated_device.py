@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.verification import kernels
-from hf_specdec.verification.attention import AttentionContext
+from hf_specdec.verification import tree_attention
 from hf_specdec.verification.graph_backends import CapturableOnly
+from hf_specdec.verification.tree_attention import AttentionContext
 from simulated_device import SIM, Graph, SimTensor, reads, simulation
 from test_attention_kernels import by_name, draw, tree_seen
 
@@ -40,6 +40,6 @@ def test_it_can_be_captured_after_one_trial(keys: int, by_name: None, monkeypatc
             buffer.copy_(tensor.to(SIM))
         graph.replay()
         assert not reads
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
     assert isinstance(found, SimTensor)
     torch.testing.assert_close(found.raw, attend(*then), atol=1e-5, rtol=0)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_specdec import Budget, DFlashHead, SpeculativeGenerationMixin, load_head
-from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.trees.product import reachable
+from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
+from hf_specdec.heads.stages import stages_of
+from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.cache import TreeCache
 
 Tensors = dict[str, Tensor]
@@ -41,7 +41,8 @@ class Block:
         count = features.shape[1]
         positions = torch.tensor([places or range(self._next, self._next + count)])
         self._next = int(positions[0, -1]) + 1
-        self.head.append_context(features, positions, self._cache)
+        for layer, states in enumerate(self.head.context_states(self.head.fuse(features), positions)):
+            self._cache.update(*states, layer)
         self._length += count
         self._cache.commit(torch.arange(count)[None], [range(count)])
 
@@ -66,7 +67,7 @@ class Block:
         embedding = self.head.embed_tokens if config.own_embedding else self._embedding
         slots = self.head.read(embedding(tokens), positions, self._cache, masks)
         self._cache.rollback()
-        return BlockOutputs(self.head, torch.tensor([root]), slots, self._lm_head, self.head.hot_token_ids)
+        return BlockOutputs(self.head, stages_of(self.head, self._lm_head), torch.tensor([root]), slots)
 
 
 def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Te
             logits = logits + correction[:, 0]
         rows.append(logits[0])
         best = logits.argmax(-1)
-        hot = outputs.hot_token_ids
+        hot = outputs.head.hot_token_ids
         token = (best if hot is None else hot[best])[:, None]
         chain.append(token[0, 0])
     return torch.stack(rows), torch.stack(chain)

@@ -9,8 +9,8 @@ import torch
 
 import drafters
 from graphs_on_simulated_device import CAPTURED, attached, device, generate, plain_llama  # noqa: F401
-from hf_specdec.drafters import dflash as block_drafting
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.features import FeatureSession
 from simulated_device import reads
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
@@ -39,22 +39,22 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 def test_a_graph_drafts_what_is_drafted_by_hand(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node for node, with changing lengths, paths and memory; rows are padded to one length."""
     of_head, of_call, threshold = KINDS[kind]
-    model, session_class = attached(), block_drafting._DFlashSession
+    model, session_class = attached(), FeatureSession
     model.add_drafter(DFlashDrafter(drafters.random_block(model, **of_head), threshold))
     config, drafts, launch = {"method": "dflash", **of_call, **CAPTURED}, [], session_class.launch
 
     def launched_twice(session: Any, step: Any, budget: Any) -> Any:
         if session._prompt is not None:
             return launch(session, step, budget)
-        head, cache = session._head, session._cache
+        graphs, cache = session._graphs, session._cache
         before = list(cache.lengths), cache._lengths.clone()
         launch(session, step, budget)
         by_graph, grown = session._launched[1], cache._lengths.clone()
         cache.lengths, cache._lengths = before
         cache.rollback()
-        session._head = head._inner
+        session._graphs = None
         launch(session, step, budget)
-        session._head, by_hand = head, session._launched[1]
+        session._graphs, by_hand = graphs, session._launched[1]
         trees: list[Any] = [by_graph.tree, by_hand.tree]
         assert torch.equal(*(tree.tokens.raw for tree in trees))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in trees))
@@ -71,7 +71,7 @@ def test_a_graph_drafts_what_is_drafted_by_hand(kind: str, rows: int, monkeypatc
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
     assert len(drafts) >= 40
-    assert drafter.program._steps.captured_keys()
+    assert drafter.program.graphs.steps.captured_keys()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
@@ -95,7 +95,7 @@ def test_a_block_is_drafted_by_a_graph_if_the_host_decides_steps() -> None:
     for _ in range(4):
         assert generate(model, 1, config, **options) == plain
     ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
-    assert drafter.program._growths.captured_keys()
-    assert not drafter.program._steps.captured_keys()
-    sizes = {key[-1] for key in drafter.program.captured_keys()}
+    assert drafter.program.graphs.drafts.captured_keys()
+    assert not drafter.program.graphs.steps.captured_keys()
+    sizes = {key[-1] for key in drafter.program.graphs.drafts.captured_keys()}
     assert sizes == {5}, "one size of block, that of training"

@@ -29,8 +29,8 @@ from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.head_schedule import QueryStats
 from hf_specdec.control.tree_width import Width
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.features import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
-from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation.state import current_costs
 from hf_specdec.verification import graph_backends, graphs, memory
@@ -178,7 +178,7 @@ OF_EVERY_KIND = ("sometimes", "eagle3")
 
 
 def backend_of(model: Any) -> SimGraphBackend:
-    backend: SimGraphBackend = runner_of(model)._captures._backend
+    backend: SimGraphBackend = runner_of(model)._graphed._backend
     return backend
 
 
@@ -274,7 +274,7 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
         assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
         assert model.last_speculation.accepted_per_step == drafted
     ((_, drafter),) = model._speculation.compiled[model.drafters[row.method]].values()
-    layer, captures = drafter.program, drafter.program._steps
+    drafted_by, captures = drafter.program.graphs, drafter.program.graphs.steps
     ids = torch.tensor([[9, 8, 7, 6, 5, 9, 8, 7]])  # another text over the same memory
     wanted = [model.generate(move_ids(ids), max_new_tokens=16, do_sample=False).raw.tolist()]
     for form in ("none", "cuda_graph"):
@@ -283,11 +283,11 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
         drafted = [*drafted, model.last_speculation.accepted_per_step]
     assert wanted[0] == wanted[1] == wanted[2]
     assert drafted[-1] == drafted[-2]
-    assert len(layer._memory._store.buffers) == 1
-    assert len(layer.captured_keys()) > 1
-    assert captures._backend is layer._growths._backend
+    assert len(drafted_by.memory._store.buffers) == 1
+    assert len(drafted_by.captured_keys()) > 1
+    assert captures._backend is drafted_by.drafts._backend
     replays = captures._backend.replays
-    taken = layer.new_cache(8)  # what another thread's call would hold
+    taken = drafted_by.memory.new_cache((None,), 0, 8)  # what another thread's call would hold
     assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
     assert captures._backend.replays == replays
     del taken
@@ -303,10 +303,9 @@ def test_a_draft_layer_reads_by_graphs_if_the_host_decides_steps() -> None:
     for _ in range(4):
         assert generate(model, 1, config, **options) == plain
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle3"]].values()
-    layer = drafter.program
-    assert layer._readings.captured_keys()
-    assert layer._growths.captured_keys()
-    assert not layer._steps.captured_keys()
+    assert drafter.program.graphs.reads.captured_keys()
+    assert drafter.program.graphs.drafts.captured_keys()
+    assert not drafter.program.graphs.steps.captured_keys()
 
 
 GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -340,20 +339,20 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     of_head, of_call = GROWN[kind]
     model = attached()
     model.add_drafter(EagleDrafter(drafters.random_head(model, **of_head)))
-    config, drafts, launch = {"method": "eagle", **of_call, **CAPTURED}, [], EagleSession.launch
+    config, drafts, launch = {"method": "eagle", **of_call, **CAPTURED}, [], FeatureSession.launch
 
     def launched_twice(session: Any, step: Any, budget: Any) -> Any:
         if session._prompt is not None:
             return launch(session, step, budget)
-        layer, cache = session._head, session._cache
+        graphs, cache = session._graphs, session._cache
         before = list(cache.lengths), cache._lengths.clone()
         launch(session, step, budget)
         by_graph, last, grown = session._launched[1], session._last.clone(), cache._lengths.clone()
         cache.lengths, cache._lengths = before
         cache.rollback()
-        session._head = layer._inner
+        session._graphs = None
         launch(session, step, budget)
-        session._head, by_hand = layer, session._launched[1]
+        session._graphs, by_hand = graphs, session._launched[1]
         both: list[Any] = [by_graph.tree, by_hand.tree]
         assert torch.equal(*(tree.tokens.raw for tree in both))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in both))
@@ -365,14 +364,14 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         drafts.append(by_graph)
         return ()
 
-    monkeypatch.setattr(EagleSession, "launch", launched_twice)
+    monkeypatch.setattr(FeatureSession, "launch", launched_twice)
     plain = plain_llama(rows, 24)
     for length in (24, 12, 24):
         found = generate(model, rows, config, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
     assert len(drafts) >= 50
-    assert drafter.program._steps.captured_keys()
+    assert drafter.program.graphs.steps.captured_keys()
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, Any]]) -> None:
@@ -389,7 +388,7 @@ def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
         length = 10 + 4 * (turn % 6)
         assert generate(llama, 1, config, max_new_tokens=length)[0] == plain[0][: 21 + length]
     runner = runner_of(llama)
-    assert runner._captures._backend.replays > 50
+    assert runner._graphed._backend.replays > 50
     captured = runner.captured_keys()
     assert len({width for _, width, _ in captured}) > 1
     assert len({bucket for _, _, bucket in captured}) > 1
@@ -400,14 +399,14 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
-    moves, graphs_made = runner._memory._store.moves, len(runner._captures._backend.graphs)
+    moves, graphs_made = runner._memory._store.moves, len(runner._graphed._backend.graphs)
     bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     assert runner._memory._store.moves == moves
-    assert len(runner._captures._backend.graphs) == graphs_made
+    assert len(runner._graphed._backend.graphs) == graphs_made
     assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
-    operations = {len(graph.tape) for graph in runner._captures._backend.graphs}
+    operations = {len(graph.tape) for graph in runner._graphed._backend.graphs}
     widths = {width for _, width, _ in runner.captured_keys()}
     # finding the ancestors takes more rounds in wider trees, and nothing else differs
     assert len(operations) <= len(widths)
@@ -434,15 +433,15 @@ def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.Lo
     runner = runner_of(llama)
     facts = llama._speculation.facts[0]
     taken = runner.new_cache(facts.cache_layout, 64, 8)  # what another thread's call would hold
-    replays = runner._captures._backend.replays
+    replays = runner._graphed._backend.replays
     with caplog.at_level(logging.INFO):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._captures._backend.replays == replays
+    assert runner._graphed._backend.replays == replays
     assert any("another call's cache" in record.message for record in caplog.records)
     del taken
     for _ in range(2):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._captures._backend.replays > replays
+    assert runner._graphed._backend.replays > replays
 
 
 def test_a_cache_of_limited_length_runs_without_graphs(llama: Any) -> None:
@@ -493,8 +492,8 @@ def test_captures_that_fail_at_random_operations_leave_everything_else_as_it_was
     for number in range(25):
         rows = 1 + number % 2
         generate(model, rows, config, max_new_tokens=2)  # makes the graph backend
-        backend, captures = backend_of(model), runner_of(model)._captures
-        captures._steps.clear()
+        backend, captures = backend_of(model), runner_of(model)._graphed
+        captures._shapes.clear()
         backend.graphs.clear()
         backend.failures = [(rng.randrange(140), RuntimeError("operation failed due to a previous error"))]
         assert generate(model, rows, config, max_new_tokens=5) == plain[rows]
@@ -510,7 +509,7 @@ def test_a_shape_without_memory_is_captured_later(llama: Any, monkeypatch: pytes
     backend_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    steps = runner_of(llama)._captures._steps.values()
+    steps = runner_of(llama)._graphed._shapes.values()
     assert not any(step.refused for step in steps)
     assert all(step.replay for step in steps if step.times > CAPTURE_AFTER)
 
@@ -579,14 +578,14 @@ def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
     for _ in range(3):
         assert generate(model, 1, config) == plain
     ((_, captured),) = model._speculation.compiled[drafter].values()
-    assert captured._program._captures.captured_keys()
+    assert captured._program.captured_keys()
     learned = drafter.table
     drafter.reset()
     assert drafter.table is captured.table is not learned
     for _ in range(3):
         assert generate(model, 1, config) == plain
     assert bool((drafter.table.keys.raw != -1).any())
-    assert captured._program._captures.captured_keys()
+    assert captured._program.captured_keys()
 
 
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
@@ -638,7 +637,7 @@ def test_a_slow_capture_does_not_count_as_the_cost_of_a_step(monkeypatch: pytest
     config = {"method": "merged", **CAPTURED}
     generate(model, 1, config, max_new_tokens=2)  # makes the graph backend
     layer = next(iter(model._speculation.compiled[head["head"]].values()))[1].program
-    slow = [backend_of(model), layer._steps._backend, model._speculation.rule._captures._backend]
+    slow = [backend_of(model), layer.graphs.steps._backend, model._speculation.rule._graphed._backend]
     for backend in slow:
         backend.on_capture = clock.skip
     for _ in range(8):
@@ -665,13 +664,13 @@ def test_warmup_leaves_nothing_to_capture(llama: Any) -> None:
     llama.warmup(config, prompt_length=20)
     assert llama.last_speculation is None
     made = [kept["cuda_graph"][1] for kept in llama._speculation.compiled.values()]
-    layers = [drafter.program for drafter in made if isinstance(drafter, EagleDrafter)]
-    captured = len(backend_of(llama).graphs), [sorted(layer.captured_keys()) for layer in layers]
+    layers = [drafter.program.graphs for drafter in made if isinstance(drafter, EagleDrafter)]
+    captured = len(backend_of(llama).graphs), [set(layer.captured_keys()) for layer in layers]
     assert layers
     assert all(shapes for shapes in captured[1])
     assert len({bucket for *_, bucket in runner_of(llama).captured_keys()}) >= 2
     assert generate(llama, 1, config, max_new_tokens=14) == plain_llama(1, 14)  # its last step has a rehearsed length
-    assert (len(backend_of(llama).graphs), [sorted(layer.captured_keys()) for layer in layers]) == captured
+    assert (len(backend_of(llama).graphs), [set(layer.captured_keys()) for layer in layers]) == captured
 
 
 def test_memory_is_released_when_asked(llama: Any) -> None:
@@ -697,7 +696,7 @@ def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.Mo
     plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert len(runner_of(llama)._captures._steps) == 2
+    assert len(runner_of(llama)._graphed._shapes) == 2
 
 
 def test_buckets_are_at_most_half_as_long_again() -> None:

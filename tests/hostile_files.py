@@ -50,10 +50,10 @@ from hf_specdec.training import (
     read_conversations,
     read_prompts,
 )
-from hf_specdec.training.conversations import Conversation, check_tokens
-from hf_specdec.training.runs import last_checkpoint
+from hf_specdec.training.data import Conversation, check_tokens
+from hf_specdec.training.feature_store import collate
+from hf_specdec.training.run_setup import last_checkpoint
 from hf_specdec.training.teachers import Teacher
-from hf_specdec.training.trainer import collate
 
 LONGEST = 20
 """Seconds after which a case is a hang."""

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from hf_specdec.cli import main
-from hf_specdec.training.processes import processes as started
+from hf_specdec.training.run_setup import processes as started
 
 
 def launch(*arguments: str, processes: int = 2) -> str:

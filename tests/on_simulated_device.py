@@ -97,7 +97,7 @@ def test_the_same_answers_with_one_read_per_step(
     blocking = Counter(place for _, place in uploads if place not in UPLOADED_PER_CALL)
     assert not blocking, blocking
     chains = not there._speculation.facts[0].supports_trees
-    assert chains or "verification/chain_target.py:_forward" not in {place for _, place in reads}
+    assert chains or "verification/chains.py:_forward" not in {place for _, place in reads}
 
 
 UPLOADED_PER_CALL = (
@@ -111,7 +111,7 @@ UPLOADED_PER_CALL = (
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/hooks.py:_sample", "transformers_private.py:prefill",
-    "verification/masks.py:of", "verification/chain_target.py:_forward", "transformers_private.py:pad_token_id",
+    "verification/masks.py:of", "verification/chains.py:_forward", "transformers_private.py:pad_token_id",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
 in every forward over a chain with padding, whose masks are transformers' own."""

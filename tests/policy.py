@@ -25,7 +25,7 @@ from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.one_time import note_one_time_work, one_time_work
+from hf_specdec.verification.memory import note_one_time_work, one_time_work
 from hf_specdec.verification.step import Step, StepSeconds
 
 WRONG = 10**6

@@ -15,7 +15,7 @@ import drafters
 import lengths
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.verification.active_rows import drop_order
+from hf_specdec.verification.cache import drop_order
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
 

@@ -17,10 +17,10 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu.library import load_or_none
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.generation import model_programs
-from hf_specdec.verification import attention, runners
-from hf_specdec.verification.attention import AttentionContext, attending, tree_attention
+from hf_specdec.verification import runners, tree_attention
 from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.programs import CaptureError
+from hf_specdec.verification.tree_attention import AttentionContext, attending, layer_attention
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
 
@@ -46,11 +46,11 @@ def test_packed_rows_equal_transformers_attention(heads: int, shared: int, nodes
     query, key, value, mask = layer_inputs(heads, shared, nodes, 11, dtype)
     layer = Layer(heads // shared)
     wanted, _ = sdpa_attention_forward(layer, query, key, value, mask, 0.0, 0.3)
-    token = attention._CONTEXT.set(AttentionContext({"full_attention": mask}))
+    token = tree_attention._CONTEXT.set(AttentionContext({"full_attention": mask}))
     try:
-        got, _ = tree_attention(layer, query, key, value, mask, 0.0, 0.3)
+        got, _ = layer_attention(layer, query, key, value, mask, 0.0, 0.3)
     finally:
-        attention._CONTEXT.reset(token)
+        tree_attention._CONTEXT.reset(token)
     assert got.shape == wanted.shape
     assert got.is_contiguous()
     torch.testing.assert_close(got, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
@@ -68,11 +68,11 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
         (mask.clone(), forward, {}),
         (mask, forward, {"position_bias": bias}),
     ):
-        token = attention._CONTEXT.set(current)
+        token = tree_attention._CONTEXT.set(current)
         try:
-            got, _ = tree_attention(layer, query, key, value, given, **options)
+            got, _ = layer_attention(layer, query, key, value, given, **options)
         finally:
-            attention._CONTEXT.reset(token)
+            tree_attention._CONTEXT.reset(token)
         assert torch.equal(got, sdpa_attention_forward(layer, query, key, value, given, **options)[0])
     assert not called
 
@@ -80,13 +80,13 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
 def test_the_context_is_gone_after_a_forward_and_after_a_failure() -> None:
     forward, seen = AttentionContext({}), []
     with attending(forward):
-        seen.append(attention._CONTEXT.get())
+        seen.append(tree_attention._CONTEXT.get())
         with attending(None):
-            seen.append(attention._CONTEXT.get())
+            seen.append(tree_attention._CONTEXT.get())
     with pytest.raises(RuntimeError), attending(forward):
         raise RuntimeError
     assert seen == [forward, forward]
-    assert attention._CONTEXT.get() is None
+    assert tree_attention._CONTEXT.get() is None
 
 
 def test_eager_attention_is_left_alone() -> None:
@@ -106,7 +106,7 @@ def test_a_compiled_forward_never_sees_the_context() -> None:
     """One graph, without breaks, that is not compiled again inside of one of our forwards."""
     query, key, value, mask = layer_inputs(6, 2, 3, 7, torch.float32)
     layer, counter = Layer(3), torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(lambda *given: tree_attention(layer, *given)[0], backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda *given: layer_attention(layer, *given)[0], backend=counter, fullgraph=True)
     wanted = sdpa_attention_forward(layer, query, key, value, mask)[0]
     assert torch.equal(compiled(query, key, value, mask), wanted)
     with attending(AttentionContext({"full_attention": mask})):

@@ -1,6 +1,6 @@
 """The kernel of NVIDIA GPUs, called by name: what it is given, what parts of long caches give, when SDPA chooses.
 
-Here `attend` takes that kernel's way on the CPU, with attention written out in its place, which refuses what
+Here `attend_packed` takes that kernel's way on the CPU, with attention written out in its place, which refuses what
 torch's kernel_forward.h refuses.
 """
 
@@ -22,14 +22,14 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.heads import attention as heads_attention
 from hf_specdec.heads.attention import attend_over
-from hf_specdec.verification import kernels
-from hf_specdec.verification.attention import AttentionContext
-from hf_specdec.verification.kernels import (
-    HIDDEN,
-    attend,
+from hf_specdec.verification import tree_attention
+from hf_specdec.verification.tree_attention import (
+    HIDDEN_SCORE,
+    AttentionContext,
+    attend_packed,
     efficient_attention,
     exact_attention,
-    merge,
+    merge_parts,
     num_parts,
     packed_mask,
     part_sizes,
@@ -72,12 +72,12 @@ def strict_kernel(
 def by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is called by name, on a device with 132 multiprocessors."""
     calls.clear()
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: True)
-    monkeypatch.setattr(kernels, "multiprocessors", lambda _device: 132)
-    monkeypatch.setattr(kernels, "efficient_attention", strict_kernel)
-    kernels.works.cache_clear()
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: True)
+    monkeypatch.setattr(tree_attention, "multiprocessors", lambda _device: 132)
+    monkeypatch.setattr(tree_attention, "efficient_attention", strict_kernel)
+    tree_attention.works.cache_clear()
     yield
-    kernels.works.cache_clear()
+    tree_attention.works.cache_clear()
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -133,7 +133,7 @@ def test_parts_of_keys_that_are_all_seen(keys: int, splits: int, by_name: None) 
     torch.testing.assert_close(found, exact_attention(query, key, value, None, None)[0])
 
 
-@pytest.mark.parametrize("hidden", [HIDDEN, -torch.inf])
+@pytest.mark.parametrize("hidden", [HIDDEN_SCORE, -torch.inf])
 def test_a_part_that_a_row_sees_nothing_of_counts_for_nothing(hidden: float) -> None:
     query, key, value = draw(1, 1, 2, 8), draw(1, 1, 64, 8, seed=1), draw(1, 1, 64, 8, seed=2)
     mask = torch.zeros(1, 1, 2, 64)
@@ -149,7 +149,7 @@ def test_parts_are_merged_in_float32() -> None:
     outputs = torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16)
     sums = torch.tensor([0.0, 5.0])
     wanted = (1 + 2 * torch.tensor(5.0).exp()) / (1 + torch.tensor(5.0).exp())
-    assert merge(outputs, sums).item() == wanted.to(torch.bfloat16).item()
+    assert merge_parts(outputs, sums).item() == wanted.to(torch.bfloat16).item()
 
 
 def test_keys_and_values_are_never_copied(by_name: None) -> None:
@@ -212,7 +212,7 @@ def test_a_layer_of_a_verify_forward(
     found = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert calls[-1] == num_parts(1, shared, heads // shared * nodes, keys, 132)
     assert (calls[-1] > 1) == (keys > 1024)
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
     wanted = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted, atol=FAR[dtype], rtol=0)
@@ -225,7 +225,7 @@ def test_masks_are_made_once_for_all_layers(by_name: None, monkeypatch: pytest.M
         made.append(splits)
         return split_mask(mask, splits)
 
-    monkeypatch.setattr(kernels, "split_mask", note)
+    monkeypatch.setattr(tree_attention, "split_mask", note)
     forward = AttentionContext({"full_attention": tree_seen("full", 1, 4, 1100)})
     cache, query = draw(1, 2, 1100, 8), draw(1, 4, 4, 8)
     forward.attend("full_attention", query, cache, cache, None)
@@ -251,7 +251,7 @@ def test_a_draft_layer_attends_the_same_way(
 
     found = run()
     assert calls
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
     torch.testing.assert_close(found, run(), atol=1e-5, rtol=0)
     assert found.transpose(1, 2).is_contiguous()  # what follows takes heads side by side: no further copy
 
@@ -267,10 +267,10 @@ def test_a_long_prompt_does_not_multiply_its_mask(by_name: None, monkeypatch: py
         rows.append(mask.shape[2])
         return strict_kernel(query, key, value, mask, scale)
 
-    monkeypatch.setattr(kernels, "efficient_attention", note)
+    monkeypatch.setattr(tree_attention, "efficient_attention", note)
     found = attend_over(DynamicCache(), seen)(query, *new)
     assert rows[-1] == width
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
     torch.testing.assert_close(found, attend_over(DynamicCache(), seen)(query, *new), atol=1e-5, rtol=0)
 
 
@@ -285,7 +285,7 @@ def test_elsewhere_a_draft_layer_attends_as_ever() -> None:
 def test_elsewhere_verification_attends_as_ever() -> None:
     seen = tree_seen("hole", 2, 3, 21)
     query, key, value = draw(2, 4, 3, 8), draw(2, 2, 21, 8, seed=1), draw(2, 2, 21, 8, seed=2)
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN).repeat(1, 1, 2, 1)
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN_SCORE).repeat(1, 1, 2, 1)
     packed = scaled_dot_product_attention(query.reshape(2, 2, 6, 8), key, value, attn_mask=mask, scale=0.3)
     forward = AttentionContext({"full_attention": seen})
     found = forward.attend("full_attention", query, key, value, 0.3)
@@ -302,8 +302,8 @@ def test_answers_are_those_of_plain_generation(
     name: str, row: str, by_name: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole and in parts, for one row and for three."""
-    monkeypatch.setattr(kernels, "LONG", 10)
-    monkeypatch.setattr(kernels, "SHORTEST_PART", 6)
+    monkeypatch.setattr(tree_attention, "LONG", 10)
+    monkeypatch.setattr(tree_attention, "SHORTEST_PART", 6)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
     for batch in (1, 3):
         ids, mask = prompts(batch)
@@ -327,7 +327,7 @@ def test_only_nvidia_has_its_kernel_named(
     device: str, hip: str | None, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernels.calls_kernel_directly(torch.device(device)) == named
+    assert tree_attention.calls_kernel_directly(torch.device(device)) == named
 
 
 def wrong(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
@@ -348,26 +348,29 @@ def raising(*_given: Any) -> Any:
 def test_a_kernel_that_is_wrong_is_left_with_one_line_of_why(
     kernel: Any, reason: str, by_name: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "efficient_attention", kernel)
+    monkeypatch.setattr(tree_attention, "efficient_attention", kernel)
     query, cache = draw(1, 4, 3, 8), draw(1, 2, 20, 8)
     forward = AttentionContext({"full_attention": tree_seen("full", 1, 3, 20)})
-    with caplog.at_level(logging.INFO, "hf_specdec.verification.kernels"):
+    with caplog.at_level(logging.INFO, "hf_specdec.verification.tree_attention"):
         found = [forward.attend("full_attention", query, cache, cache, None) for _ in range(3)]
     (record,) = caplog.records
     assert reason in record.getMessage()
-    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
     assert torch.equal(found[0], forward.attend("full_attention", query, cache, cache, None))
 
 
 def test_a_kernel_is_tried_once_for_each_size_and_dtype(by_name: None, caplog: pytest.LogCaptureFixture) -> None:
     tried: list[tuple[Any, ...]] = []
-    probe = kernels.probe_error
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "hf_specdec.verification.kernels"):
-        patch.setattr(kernels, "probe_error", lambda *key: (tried.append(key[1:]), probe(*key))[1])
+    probe = tree_attention.probe_error
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.INFO, "hf_specdec.verification.tree_attention"),
+    ):
+        patch.setattr(tree_attention, "probe_error", lambda *key: (tried.append(key[1:]), probe(*key))[1])
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             for dim in (8, 16, 8, 16):
                 query, cache = draw(1, 2, 3, dim, dtype=dtype), draw(1, 2, 20, dim, dtype=dtype)
-                attend(query, cache, cache, lambda _parts: None, None)
+                attend_packed(query, cache, cache, lambda _parts: None, None)
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     assert tried == [(dtype, dim, dim) for dtype in kinds for dim in (8, 16)]
     assert [
@@ -377,21 +380,23 @@ def test_a_kernel_is_tried_once_for_each_size_and_dtype(by_name: None, caplog: p
 
 def test_the_trial_does_not_touch_random_numbers(by_name: None) -> None:
     state = torch.get_rng_state()
-    assert kernels.works(torch.device("cpu"), torch.bfloat16, 16, 8)
+    assert tree_attention.works(torch.device("cpu"), torch.bfloat16, 16, 8)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_sdpa_chooses_for_what_the_kernel_does_not_take(by_name: None, monkeypatch: pytest.MonkeyPatch) -> None:
     query, cache = draw(1, 2, 3, 8), draw(1, 2, 24, 8)
-    assert kernels.kernel_for(query, cache, cache) is strict_kernel
-    assert kernels.kernel_for(query, cache[..., :6], cache) is None  # a kernel of other alignment would be chosen
-    assert kernels.kernel_for(query[..., :6], draw(1, 2, 24, 6), cache) is None
-    assert kernels.kernel_for(query, cache, cache.transpose(2, 3).contiguous().transpose(2, 3)) is None
-    assert kernels.kernel_for(query, cache.bfloat16(), cache) is None
+    assert tree_attention.kernel_for(query, cache, cache) is strict_kernel
+    assert (
+        tree_attention.kernel_for(query, cache[..., :6], cache) is None
+    )  # a kernel of other alignment would be chosen
+    assert tree_attention.kernel_for(query[..., :6], draw(1, 2, 24, 6), cache) is None
+    assert tree_attention.kernel_for(query, cache, cache.transpose(2, 3).contiguous().transpose(2, 3)) is None
+    assert tree_attention.kernel_for(query, cache.bfloat16(), cache) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kernels.kernel_for(query, cache, cache) is None
+        assert tree_attention.kernel_for(query, cache, cache) is None
     monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)  # the user's choice
-    assert kernels.kernel_for(query, cache, cache) is None
+    assert tree_attention.kernel_for(query, cache, cache) is None
 
 
 # ------------------------------------------------------------------------------------------------- torch's operation

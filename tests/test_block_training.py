@@ -17,28 +17,26 @@ import zoo
 from block_engines import Block, corrected
 from drafters import random_block
 from hf_specdec import DFlashConfig, DFlashHead, InvalidConfigError, SpeculativeGenerationMixin
-from hf_specdec.drafters.block_tree import BlockOutputs
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter
 from hf_specdec.heads import attention
+from hf_specdec.heads.stages import stages_of
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
     capture_features,
-    first_layer,
     search_tree,
     start_block_from_target,
     start_first_layer,
+    starts,
     train_dflash,
 )
-from hf_specdec.training.batches import collate
-from hf_specdec.training.dflash import DFlashObjective, _Blocks
-from hf_specdec.training.features import features_of
-from hf_specdec.training.measures import HeadLoss
+from hf_specdec.training.block_objective import DFlashObjective, _Blocks
+from hf_specdec.training.objectives import HeadLoss, grown
 from hf_specdec.training.trainer import HeadTrainer
 from hf_specdec.training.tree_search import count_correct
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
-from test_training import TALKS, answered, arguments
+from trained import TALKS, answered, arguments, batch_of
 
 MARKOV: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 4}
 FULL: dict[str, Any] = {**MARKOV, "confidence_head": True, "confidence_with_markov": True}
@@ -47,13 +45,6 @@ FULL: dict[str, Any] = {**MARKOV, "confidence_head": True, "confidence_with_mark
 @pytest.fixture
 def small() -> Any:
     return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
-
-
-def batch_of(model: Any, talks: list[Conversation], layers: tuple[int, ...]) -> dict[str, Tensor]:
-    """A right-padded batch with features."""
-    rows = [{"input_ids": torch.tensor(talk.input_ids), "loss_mask": torch.tensor(talk.loss_mask)} for talk in talks]
-    batch = collate(rows)
-    return {**batch, "features": features_of(model, batch["input_ids"], batch["lengths"], layers)}
 
 
 def talks_of(lengths: tuple[int, ...], prompt: int = 4, seed: int = 0) -> list[Conversation]:
@@ -84,7 +75,7 @@ def test_blocks_see_what_drafted_blocks_see(
     head = random_block(small, 2, **fields).eval()
     objective = DFlashObjective(head, small, DFlashTrainingConfig())
     batch = batch_of(small, talks_of((13, 9, 6)), objective.layers)
-    own = batch["features"][..., : objective._width]
+    own, _ = objective.split(batch["features"])
     anchors = torch.tensor([[1, 4, 5, 11], [1, 3, 4, 8], [1, 2, 4, 5]])
     with torch.no_grad():
         text = batch["input_ids"].gather(1, anchors)[:, :, None]
@@ -124,7 +115,7 @@ def differentiable(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, 
     tokens = torch.tensor([int(ids[anchor]), *[head.config.mask_token_id] * (size - 1)])
     embeddings = head.embedding_for(model)(tokens)[None].detach()
     slots = head(embeddings, anchor + torch.arange(size)[None], attend)
-    return BlockOutputs(head, ids[anchor][None], slots, lm_head_rows(model, head.hot_token_ids), head.hot_token_ids)
+    return BlockOutputs(head, stages_of(head, lm_head_rows(model, head.hot_token_ids)), ids[anchor][None], slots)
 
 
 def slow_loss(
@@ -198,13 +189,13 @@ def test_anchors_are_answer_tokens_before_answer_tokens(small: Any) -> None:
     mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 1, 0, 0, 0, 0], [0] * 9 + [1]]).bool()
     drawn = set()
     for _ in range(20):
-        anchors, known = objective.train()._anchors(mask)
+        anchors, known = objective.train()._anchors(mask, 3)
         assert known.sum(-1).tolist() == [3, 1, 0]
         assert anchors[1][known[1]].tolist() == [2]
         assert (anchors.diff(dim=-1) > 0).all()
         drawn.update(anchors[0].tolist())
     assert drawn == set(range(1, 9))
-    anchors, known = objective.eval()._anchors(mask)
+    anchors, known = objective.eval()._anchors(mask, 3)
     assert anchors[0].tolist() == [1, 4, 7]  # evenly spaced
     assert anchors[1][known[1]].tolist() == [2]
     assert known.sum(-1).tolist() == [3, 1, 0]
@@ -224,7 +215,7 @@ def test_blocks_grow_during_the_run(small: Any, fields: dict[str, Any]) -> None:
         objective.progress = progress
         blocks = objective.train()._blocks(batch["input_ids"], batch["loss_mask"])
         depth = blocks.counted.shape[2]
-        assert depth == recipe.depth_at(progress, whole)
+        assert depth == grown(whole, progress, recipe.growing)
         assert blocks.anchors.shape[1] == min(anchors * whole // depth, 8)  # 9 answer tokens in the longer row
         seen.append(depth)
         assert objective.eval()._blocks(batch["input_ids"], batch["loss_mask"]).counted.shape[2] == whole
@@ -240,7 +231,7 @@ def test_blocks_grow_during_the_run(small: Any, fields: dict[str, Any]) -> None:
 def test_only_causal_blocks_can_grow(small: Any) -> None:
     with pytest.raises(InvalidConfigError, match="`growing` needs a causal head"):
         DFlashObjective(random_block(small, 4), small, DFlashTrainingConfig(growing=0.5))
-    with pytest.raises(InvalidConfigError, match="fraction of the run"):
+    with pytest.raises(InvalidConfigError, match="from 0 to 1"):
         DFlashTrainingConfig(growing=1.5)
 
 
@@ -362,7 +353,7 @@ def test_evaluation_counts_greedy_chains(small: Any, fields: dict[str, Any]) -> 
     with torch.no_grad():
         for row, talk in enumerate(talks):
             choices = small.lm_head(batch["features"][row, :, -32:]).argmax(-1).tolist()
-            own = batch["features"][row, :, : objective._width]
+            own = objective.split(batch["features"][row])[0]
             for anchor in range(len(talk.input_ids) - 1):
                 if not (talk.loss_mask[anchor] and talk.loss_mask[anchor + 1]):
                     continue
@@ -601,9 +592,7 @@ def test_the_first_layer_starts_at_the_last_token_and_the_root(
     kinds = 0.3 * torch.randn(3, 500, 32)
     kinds += torch.nn.functional.pad(torch.eye(3), (0, 29))[:, None] * 5
     context, tokens, mask = kinds / kinds.square().mean(-1, keepdim=True).sqrt()
-    monkeypatch.setattr(
-        first_layer, "_read_sample", lambda *_: first_layer._Sample(context, tokens, mask[0], 3.0, 2.0)
-    )
+    monkeypatch.setattr(starts, "_read_sample", lambda *_: starts._Sample(context, tokens, mask[0], 3.0, 2.0))
     start_first_layer(head, model)
     layer, weights = head.layers[0], {}
 

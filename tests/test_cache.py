@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification import graphs, memory
 from hf_specdec.verification.cache import TreeCache, measured_layout
-from hf_specdec.verification.graphs import MOST_PADDED, CapturableStep, KeptMemory
+from hf_specdec.verification.graphs import MOST_PADDED, KeptMemory
 from hf_specdec.verification.memory import LayerLayout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
@@ -305,28 +305,22 @@ def test_kept_memory_shows_nothing_of_an_earlier_call() -> None:
         kept.release(cache)
 
 
-class Ones(CapturableStep):
-    """A shape of a step that makes ones."""
-
-    def __init__(self, key: tuple[int, ...]) -> None:
-        super().__init__()
-        self._key = key
-
-    def compute(self) -> list[Tensor]:
-        """See `CapturableStep`."""
-        return [torch.ones(self._key[:2])]
-
-
 def test_the_shape_that_was_used_longest_ago_goes_and_its_results_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
-    kept = graphs.Captures(None, "It")  # type: ignore[arg-type]
-    first, second, third = (1, 4, 256), (1, 8, 256), (1, 4, 384)
-    for key in (first, second, first):
-        kept.run(kept.step_for(key, 0, lambda key=key: Ones(key)))
-    assert kept.step_for(first, 0, lambda: Ones(first)).times == 2
-    kept.step_for(third, 0, lambda: Ones(third))  # in the place of the second
-    assert list(kept._steps) == [first, third]
-    assert list(kept._outputs) == [(1, 4)]
-    assert kept.step_for(second, 0, lambda: Ones(second)).times == 0
-    kept.step_for(third, 1, lambda: Ones(third))  # memory has moved: nothing of it can be used
-    assert (list(kept._steps), list(kept._outputs)) == ([third], [(1, 4)])
+    kept, made = graphs.Graphed(None, "It"), []  # type: ignore[arg-type]
+
+    def run(width: int, bucket: int, moves: int = 0) -> None:
+        def ones(given: Tensor) -> list[Tensor]:
+            made.append((width, bucket))
+            return [given + 1]
+
+        (result,) = kept((width, bucket), ones, graphs.Input(torch.zeros(1, 2), width), moves=moves)
+        assert torch.equal(result, torch.ones(1, width))
+
+    for width, bucket in ((4, 256), (8, 256), (4, 256), (4, 384)):  # the last in the place of the second
+        run(width, bucket)
+    assert list(kept._shapes) == [(4, 256), (4, 384)]
+    assert list(kept._outputs) == [(torch.float32, 4)]
+    run(4, 384, moves=1)  # memory has moved: nothing of it can be used
+    assert list(kept._shapes) == [(4, 384)]
+    assert kept._shapes[4, 384].times == 1

@@ -233,9 +233,9 @@ def test_an_answer_that_could_be_long_costs_what_it_becomes(model: Any, method: 
 
 def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
-    monkeypatch.setattr(hooks, "RESERVED_SLOTS", 10)
+    monkeypatch.setattr(hooks, "ANSWER_SLOTS", 10)
     monkeypatch.setattr("hf_specdec.verification.memory.CAPACITY_TIER", 4)
-    monkeypatch.setattr("hf_specdec.drafters.feature_session.RESERVED_SLOTS", 3)
+    monkeypatch.setattr("hf_specdec.drafters.features.RESERVED_SLOTS", 3)
     monkeypatch.setattr("hf_specdec.acceptance.transcript.RESERVED_TOKENS", 5)
     model.add_drafter(EagleDrafter(random_head(model)))
     mask = torch.ones(3, 20, dtype=torch.long)

@@ -215,8 +215,8 @@ eagle --max-steps 0 | '--max-steps': must be at least 1
 eagle --version 7 | '--version': must be 1 or 3, got 7
 eagle --version 2 | EAGLE-2
 eagle --aligned-steps 65 | must be at most 64
-eagle --recipe {"aligned_steps":65} | must be an integer of at most 64, got 65
-eagle --recipe {"answer_tokens":-1} | must be >= 0
+eagle --recipe {"aligned_steps":65} | must be an integer from 1 to 64, got 65
+eagle --recipe {"answer_tokens":-1} | must be an integer from 0 to
 eagle --features OTHER | is not empty and holds no captured features
 eagle --features TALKS/below | is a file
 eagle --output OTHER | holds README.md, which was not trained by this command

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,15 +32,16 @@ from torch.nn.functional import gelu, linear, silu
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.cpu import background, chains, library, measuring, operations
+from hf_specdec.cpu import chains, library, operations
 from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
-from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
+from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
+from hf_specdec.heads.stages import stages_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable
 from hf_specdec.verification.programs import CaptureError, make_program
@@ -90,7 +92,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing loaded, an empty cache, and a quick compiler: it copies the kernels that this machine has."""
     monkeypatch.delenv(VARIABLE, raising=False)
     forget()
-    ready = library.path_of(library.load_library()[0], library.find_compiler(), library.cache_directory())
+    ready = library.library_path(library.load_library()[0], library.find_compiler(), library.cache_directory())
     script(tmp_path / "g++", f'while [ $# -gt 1 ]; do [ "$1" = -o ] && exec /bin/cp {ready} "$2"; shift; done')
     for name, value in {"PATH": tmp_path, "XDG_CACHE_HOME": tmp_path / "cache"}.items():
         monkeypatch.setenv(name, str(value))
@@ -196,12 +198,12 @@ def block_outputs(dtype: torch.dtype, kind: str, size: int, root: int = 7) -> Bl
     head = DFlashHead(config).requires_grad_(False).to(dtype)
     for weight in head.markov_head.parameters():
         weight.copy_(random(*weight.shape, dtype=dtype))
-    hot = torch.randperm(1100, device="cpu")[:size].sort().values
+    head.hot_token_ids.copy_(torch.randperm(1100, device="cpu")[:size].sort().values)
     slots, lm_head = random(3, 4, 24, dtype=dtype), nn.Linear(24, size, bias=False).requires_grad_(False).to(dtype)
     roots = torch.tensor([5, 1099, root], dtype=torch.long, device="cpu")
 
-    head.packed_markov = PackedMarkov.of(head.markov_head)
-    return BlockOutputs(head, roots, slots, lm_head, hot)
+    stages = replace(stages_of(head, lm_head), markov=PackedMarkov.of(head.markov_head))
+    return BlockOutputs(head, stages, roots, slots)
 
 
 @pytest.mark.parametrize("size", [40, 1000, 1003])
@@ -213,8 +215,8 @@ def test_trees_of_blocks_are_those_that_torch_grows(dtype: torch.dtype, kind: st
     ):
         outputs = block_outputs(dtype, kind, size, number)
         assert outputs.packed_markov is not None
-        exact = replace(outputs, head=copy.deepcopy(outputs.head).float(), slots=outputs.slots.float())
-        exact.head.packed_markov = None
+        head = copy.deepcopy(outputs.head).float()
+        exact = replace(outputs, head=head, stages=stages_of(head, None), slots=outputs.slots.float())
         vars(exact)["logits"] = outputs.logits.float()  # the same numbers, in float32
         by_kernel, by_torch = (grow_block(one, growable(budget)) for one in (outputs, exact))
         assert torch.equal(by_torch.tree.tokens, by_kernel.tree.tokens)
@@ -230,8 +232,7 @@ def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
 def test_a_hot_token_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
     """A chain reads only the embeddings of tokens that it drafts after."""
     outputs = block_outputs(dtype, "rnn", 40)
-    assert outputs.hot_token_ids is not None
-    outputs.hot_token_ids.fill_(2**40)
+    outputs.head.hot_token_ids.fill_(2**40)
     assert grow_block(outputs, growable(Budget(2, 1, 1))).tree.tokens[:, 1].tolist() == [2**40] * 3
     with pytest.raises(IndexError, match="1100 tokens"):
         grow_block(outputs, growable(Budget(16, 4, 8)))
@@ -309,8 +310,9 @@ void *operator new(size_t size) {
 void operator delete(void *given) noexcept { free(given); }
 void operator delete(void *given, size_t) noexcept { free(given); }
 """
-NO_MEMORY = """import ctypes, dataclasses, torch
-from hf_specdec.cpu import chains, growing, operations, search
+NO_MEMORY = """import ctypes, torch
+from types import SimpleNamespace
+from hf_specdec.cpu import chains, growing, operations
 from hf_specdec.errors import CacheCapacityError
 fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
 def failing(function):
@@ -323,12 +325,13 @@ def failing(function):
     return call
 own = operations.functions_for
 functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
-replaced = {number: operations.Functions(**{
-    field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
-}) for number, one in functions.items()}
-for module in (chains, growing, operations, search):
+replaced = {
+    number: SimpleNamespace(**{name: failing(call) for name, call in vars(one).items()})
+    for number, one in functions.items()
+}
+for module in (chains, growing, operations):
     module.functions_for = replaced.__getitem__
-steps = [chains.Step(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
+steps = [chains.ChainStep(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
 for number in functions:
     ones = lambda *shape: torch.ones(*shape, dtype=number)
     x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
@@ -341,7 +344,7 @@ for number in functions:
         "linear": lambda: operations.linear(x, [weight], [None]),
         "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
         "run": lambda: chains.make_chain(steps, 2, [1])(ones(9, 33), ones(33, 33)),
-        "best": lambda: search.best_tokens(ones(3, 5000), 4)[0],
+        "best": lambda: operations.best_tokens(ones(3, 5000), 4)[0],
         "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
         "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
     }
@@ -619,7 +622,7 @@ def test_a_stopped_compiler_leaves_nothing(tmp_path: Path, monkeypatch: Any, cap
 def test_a_process_that_ends_stops_its_compiler(tmp_path: Path) -> None:
     script(tmp_path / "g++", f"echo $$ > {tmp_path}/child; /bin/sleep 60 & wait")
     code = (
-        "import time, pathlib\nfrom hf_specdec.cpu import background\nassert not background.are_kernels_ready()\n"
+        "import time, pathlib\nfrom hf_specdec.cpu import library\nassert not library.are_kernels_ready()\n"
         f"while not pathlib.Path('{tmp_path}/child').exists(): time.sleep(0.01)"
     )
     variables = {**os.environ, "PYTHONPATH": SOURCE}
@@ -812,7 +815,7 @@ def test_steps_between_attentions_are_one_call_with_the_same_result(
         assert join_steps(graph) == 1
         assert not any(str(node.target).startswith("hf_specdec_cpu") for node in graph.graph.nodes)
         own = operations.functions_for(number)
-        counted = replace(own, run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
+        counted = SimpleNamespace(run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
         monkeypatch.setattr(chains, "functions_for", lambda _dtype: counted)
         for rows, columns in ((2, 5), (1, 1), (1, 3), (3, 29), (30, 30), (0, 4)):  # (30, 30): torch multiplies so many
             given = random(columns, rows, 20, dtype=number).transpose(0, 1), random(rows, columns, 24, dtype=number)
@@ -854,7 +857,7 @@ def test_threads_run_one_chain_at_once() -> None:
 
 def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Linear(20, 130, bias=False), random(2, 20)
-    assert measuring.product_error(layer.weight.detach()) < 1e-5
+    assert operations.product_error(layer.weight.detach()) < 1e-5
     right = operations.linear
     monkeypatch.setattr(operations, "linear", lambda *given: right(*given) * torch.linspace(1, 1.1, 130))
     with torch.no_grad(), pytest.raises(CaptureError, match=r"product with a weight of 130 x 20 is wrong by .*e-02"):
@@ -866,21 +869,21 @@ def test_torch_multiplies_where_it_is_faster(seconds: list[int], most: int, monk
     """Times of the kernel and of torch in turn, for 16, 32, ... rows."""
     monkeypatch.setattr(operations, "_widest", {})
     weights, times = [random(1100, 1000)], iter(seconds)
-    monkeypatch.setattr(measuring, "_seconds", lambda *_: next(times))
-    measuring.measure_widest([random(9, 9), *weights])
+    monkeypatch.setattr(operations, "_seconds", lambda *_: next(times))
+    operations.measure_widest([random(9, 9), *weights])
     used: list[int] = []
     monkeypatch.setattr(operations, "wide_linear", lambda x, *_: used.append(len(x)) or x)
     for rows in (most, most + 1):
         operations.linear(random(rows, 1000), weights, [None])
     assert used == [most + 1]
-    measuring.measure_widest(weights)  # known: no time is taken
+    operations.measure_widest(weights)  # known: no time is taken
     assert list(times) == []
 
 
 def test_small_weights_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "_widest", {})
-    measuring.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
-    assert not operations.rows_are_limited(torch.float32)
+    operations.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
+    assert operations._widest == {}
 
 
 @pytest.mark.usefixtures("fresh")
@@ -910,21 +913,21 @@ def test_auto_does_not_wait_for_a_compiler(how: str, tmp_path: Path, monkeypatch
     (tmp_path / "go").touch()
     if how == "warmup":
         model.warmup("auto")
-    background.wait_for_kernels()
+    library.wait_for_kernels()
     model.generate(ids, **options)
     assert library.is_loaded()
     assert model._speculation.programs
-    background.wait_for_kernels()
-    assert background.are_kernels_ready()
+    library.wait_for_kernels()
+    assert library.are_kernels_ready()
 
 
 @pytest.mark.usefixtures("fresh")
 def test_compiled_kernels_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library.load_library()
     forget()
-    assert background.are_kernels_ready()
+    assert library.are_kernels_ready()
     monkeypatch.setenv(VARIABLE, "none")
-    assert background.are_kernels_ready()  # it is known at once that there are none
+    assert library.are_kernels_ready()  # it is known at once that there are none
     assert library.load_or_none() is None
 
 

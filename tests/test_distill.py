@@ -29,17 +29,12 @@ from hf_specdec.training import (
     read_conversations,
     read_prompts,
 )
-from hf_specdec.training.conversations import load_rows
 from hf_specdec.training.teachers import ModelTeacher
 from launched import launch
+from trained import PROMPTS, rows_of
 from zoo import ASSISTANT, END, USER, chat_tokenizer
 
-PROMPTS = [" ".join(f"w{3 + (7 * i + j) % 80:02}" for j in range(2 + i % 4)) for i in range(9)]
 SMALL = DistillConfig(max_new_tokens=12, batch_size=2, batches_per_part=1, temperatures=(0.0, 0.7), seed=5)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return sorted(load_rows(folder), key=lambda row: row["number"])
 
 
 def test_answers_are_what_generate_says(talker: Any, tmp_path: Path) -> None:
@@ -112,7 +107,7 @@ def test_turns_go_on_and_are_invented(talker: Any, tmp_path: Path) -> None:
 
 def test_a_turn_that_the_template_rewrites(talker: Any) -> None:
     """What the template reads otherwise is no answer any more."""
-    module = importlib.import_module("hf_specdec.training.distill")  # the function of that name hides it
+    module = importlib.import_module("hf_specdec.training.distillation")  # the function of that name hides it
     dialog = module._Dialog(0, "s", 0.0, ["a", "b"])
     dialog.add([1, 2], [3, 4, 5], "said", "stop")
     dialog.add([1, 2, 3, 9, 9], [6], "more", "stop")

@@ -25,10 +25,9 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.block_tree import grow_block
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash import DFlashDrafter, grow_block
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.feature_session import FeatureSession
+from hf_specdec.drafters.features import FeatureSession, first_positions
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -36,10 +35,9 @@ from hf_specdec.generation import plan
 from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
-from hf_specdec.trees.product import reachable
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.trees.growth import reachable
+from hf_specdec.verification.masks import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.window import SINKS, Window, shifted_padding, token_positions
 from models import prompts
 from test_drafters import Wandering
 from test_eagle import SlowEagle, paths_of, slow_dynamic_tree
@@ -322,7 +320,9 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         observe(session, step)
         if session._prompt is None:
             unread = torch.tensor([part.counts for part in session._pending]).sum(0)
-            found.append(bool((session._first_positions(len(session._roots))[:, 0] + unread == session.watched).all()))
+            found.append(
+                bool((first_positions(session._lengths, session._padding)[:, 0] + unread == session.watched).all())
+            )
 
     monkeypatch.setattr(FeatureSession, "observe", watched)
     return found

@@ -29,7 +29,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.trial_runs import first_inputs
+from hf_specdec.verification.trials import first_inputs
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -26,7 +26,8 @@ from hf_specdec.drafters.candidates import (
 )
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
+from hf_specdec.drafters.recycled_tokens import RecycledTokens
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 
 Path = tuple[int, ...]
 

@@ -34,9 +34,7 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.verification.features import LAST
-from hf_specdec.verification.programs import Program
 from layouts import Example, Target
 from reference import window_of
 
@@ -428,8 +426,6 @@ def test_a_window_at_the_top_level_is_the_draft_layers_own_or_a_copy(tmp_path: P
 def test_all_layers_of_a_head_have_a_cache() -> None:
     head = Eagle3Head(Eagle3Config(**CONFIG, num_hidden_layers=3))
     assert len(head.new_cache(8).layers) == 3
-    compiled = CompiledDraftLayer(head, Program(lambda *inputs: []), Program(lambda hidden: []), None)
-    assert len(compiled.new_cache(8).layers) == 3
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hf_specdec.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.trees.draft import PLAIN_STEP
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification import probe
-from hf_specdec.verification.length_bounds import UNBOUNDED, LengthBounds
+from hf_specdec.verification.masks import UNBOUNDED, LengthBounds
 from hf_specdec.verification.model import CACHE_FIELD
 
 KEPT_FILE = probe._kept_file  # before `conftest.py` replaces it

@@ -29,7 +29,7 @@ from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
-from test_training import answered, arguments
+from trained import answered, arguments
 
 VARIANTS: list[dict[str, Any]] = [
     {},

@@ -15,10 +15,10 @@ import zoo
 from hf_specdec import InvalidConfigError, MedusaConfig, MedusaHeads, SpeculativeGenerationMixin
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, Medusa2TrainingConfig, train_medusa2
-from hf_specdec.training.batches import collate
-from hf_specdec.training.medusa2 import Medusa2Objective
+from hf_specdec.training.feature_store import collate
+from hf_specdec.training.medusa_objectives import Medusa2Objective
 from hf_specdec.training.trainer import HeadTrainer
-from test_training import answered, arguments
+from trained import answered, arguments
 
 pytest.importorskip("peft")
 

@@ -43,7 +43,7 @@ from hf_specdec.verification.cache import TreeCache
 from reference import path_to_root
 from test_drafters import Wandering
 from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tree
-from test_training import answered, arguments
+from trained import answered, arguments
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 

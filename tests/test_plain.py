@@ -11,7 +11,7 @@ import torch
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.verification.plain import ordinary_tokens
+from hf_specdec.verification.trials import ordinary_tokens
 
 Llama: Any = type(zoo.build("llama"))
 

@@ -25,7 +25,7 @@ def entries(page: str) -> list[str]:
 
 
 def located(entry: str) -> Any:
-    """Return what an entry names: `training.distill.distill` is a function of a module that it hides."""
+    """Return what an entry names: a function may hide a module of its name."""
     module, _, name = entry.rpartition(".")
     return getattr(sys.modules[module], name) if module in sys.modules else pydoc.locate(entry)
 

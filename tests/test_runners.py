@@ -24,7 +24,7 @@ import zoo
 from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
-from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.heads.stages import traced_stages
 from hf_specdec.verification import compiling, programs, runners
 from hf_specdec.verification.compiling import unsupported_reason
 from hf_specdec.verification.runners import CompiledForward
@@ -430,7 +430,7 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
     head = ReadsTwice(model.drafters["eagle"].head.config).eval()
     head.load_state_dict(model.drafters["eagle"].head.state_dict())
     with pytest.raises(programs.CaptureError, match="ReadsTwice overrides `read`"):
-        CompiledDraftLayer.of(head, None, "kernels")
+        traced_stages(head, None, "kernels")
     drafter = model.add_drafter(drafters.EagleDrafter(head), "eagle")
     with caplog.at_level(logging.WARNING):
         assert answers(model, 1, COMPILED) == answers(model, 1, None)

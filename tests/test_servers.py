@@ -17,7 +17,7 @@ import torch
 from command_line import run
 from hf_specdec import InvalidConfigError
 from hf_specdec.training import DistillConfig, ServerTeacher, distill, invented_prompts
-from test_distill import PROMPTS, rows_of
+from trained import PROMPTS, rows_of
 from zoo import END, chat_tokenizer
 
 pytest.importorskip("openai")

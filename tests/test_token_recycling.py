@@ -15,10 +15,9 @@ import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
 from hf_specdec.control.controller import FixedController
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.recycled_tokens import learn, learn_on_host
+from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host
 from hf_specdec.drafters.token_recycling import (
     RecycledCandidates,
-    RecycledTokens,
     TokenRecyclingDrafter,
     _HostRecyclingSession,
     _RecyclingSession,

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import zoo
 from drafters import EagleFamily as Head
@@ -31,7 +31,7 @@ from hf_specdec.training import (
     capture_features,
     drop_near_duplicates,
     feature_bytes,
-    features,
+    feature_store,
     head_arguments,
     hold_out,
     most_frequent_tokens,
@@ -41,31 +41,14 @@ from hf_specdec.training import (
     train_eagle,
     train_medusa,
 )
-from hf_specdec.training.batches import collate
-from hf_specdec.training.eagle import EagleObjective
-from hf_specdec.training.estimate import estimate_run, num_steps_of
-from hf_specdec.training.features import features_of
-from hf_specdec.training.measures import Counts, HeadLoss, Tally
-from hf_specdec.training.medusa import MedusaObjective, answers_ahead
-from hf_specdec.training.runs import last_checkpoint
-from hf_specdec.training.trainer import HeadTrainer
+from hf_specdec.training.eagle_objective import EagleObjective
+from hf_specdec.training.feature_store import collate
+from hf_specdec.training.medusa_objectives import MedusaObjective, answers_ahead
+from hf_specdec.training.objectives import Counts, HeadLoss, Tally, TargetReader, grown
+from hf_specdec.training.run_setup import last_checkpoint
+from hf_specdec.training.trainer import HeadTrainer, estimate_run, num_steps_of
 from hf_specdec.verification.features import LAST
-
-TALKS = [
-    Conversation.of([5, 6, 7], [8, 9]),
-    Conversation.of([10, 11], [12, 13, 14, 15, 16]),
-    Conversation.of([20], [21, 22]),
-]
-
-
-def arguments(folder: Path, steps: int, **more: Any) -> TrainingArguments:
-    fields: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
-        "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1000,
-        "seed": 0,
-    }  # fmt: skip
-    return TrainingArguments(**{**fields, **more})
-
+from trained import TALKS, answered, arguments, batch_of
 
 # ------------------------------------------------------------------------------------------------------ features
 
@@ -95,8 +78,8 @@ def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
                 raise KeyboardInterrupt
             return original(*args)
 
-        original = features.features_of
-        patch.setattr("hf_specdec.training.features.features_of", stop)
+        original = feature_store.target_features
+        patch.setattr("hf_specdec.training.feature_store.target_features", stop)
         with pytest.raises(KeyboardInterrupt):
             capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
     with pytest.raises(InvalidConfigError, match="2 of 3 parts are missing"):
@@ -108,7 +91,7 @@ def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_failed_capture_leaves_the_model_in_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(zoo.build("llama")).train()
-    monkeypatch.setattr(features, "features_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(feature_store, "target_features", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         capture_features(model, TALKS, tmp_path / "cut")
     assert model.training
@@ -342,13 +325,6 @@ def test_the_eagle_loss_is_its_definition(fields: dict[str, Any], soft_tokens: b
     torch.testing.assert_close(objective(**pair).loss, outputs.loss)
 
 
-def answered(model: Any, count: int, width: int) -> tuple[Tensor, Tensor, list[Conversation]]:
-    """Prompts, what the model makes of them, and both as conversations."""
-    prompts = torch.randint(3, zoo.VOCAB_SIZE, (count, 8), generator=torch.Generator().manual_seed(0))
-    answers = model.generate(prompts, max_new_tokens=width, do_sample=False)
-    return prompts, answers, [Conversation.of(row[:8].tolist(), row[8:].tolist()) for row in answers]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 3])
@@ -458,18 +434,18 @@ def test_a_recipe_with_other_values() -> None:
     recipe = EagleTrainingConfig(noise=0.0)
     assert recipe.changed(noise=1, soft_tokens=False) == EagleTrainingConfig(noise=1, soft_tokens=False)
     for fields, message in (
-        ({"nose": 1.0}, "no field 'nose'"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
-        ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"), ({"noise": -1.0}, ">= 0"),
-        ({"growing": 1.5}, "a fraction of the run"),
+        ({"nose": 1.0}, "no field 'nose'"), ({"noise": "1"}, "`noise`"), ({"noise": True}, "`noise`"),
+        ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"),
+        ({"noise": -1.0}, "`noise` must be a finite number from 0 to"),
+        ({"growing": 1.5}, "`growing` must be a finite number from 0 to 1"), ({"aligned_steps": 0}, "from 1 to"),
     ):  # fmt: skip
         with pytest.raises(InvalidConfigError, match=message):
             recipe.changed(**fields)
 
 
 def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) -> None:
-    recipe = EagleTrainingConfig(aligned_steps=3, growing=0.5)
-    assert [recipe.steps_at(tenth / 10) for tenth in range(11)] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-    assert [EagleTrainingConfig(aligned_steps=3).steps_at(share) for share in (0.0, 1.0)] == [3, 3]
+    assert [grown(3, tenth / 10, 0.5) for tenth in range(11)] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert [grown(3, share, 0.0) for share in (0.0, 1.0)] == [3, 3]
     _, _, talks = answered(llama, 4, 12)
     head = random_head(llama, version=3)
     config = EagleTrainingConfig.for_head(head).changed(aligned_steps=3, growing=0.5)
@@ -488,10 +464,13 @@ def test_a_tally_by_hand() -> None:
     ends where the text is none.
     """
     first, second = torch.tensor([[1, 1, 0, 1, 0]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
-    tally = Tally(first)
-    tally.add(first, torch.tensor([[1, 0], [0, 1], [1, 0]]).bool(), torch.tensor([True, True, False]))
+    target = TargetReader(zoo.build("llama"), random_head(zoo.build("llama")))
+    target.choices = lambda states: states  # type: ignore[method-assign]
+    drafted = torch.tensor([[2.0, 1.0, 0.0]] * 3)  # the best token is 0, the second best 1
+    tally = Tally(first, target, 2)
+    tally.add(first, drafted, torch.tensor([0, 1, 0]), torch.tensor([0, 1, 5]))
     tally.move_on()
-    tally.add(second, torch.tensor([[1, 0], [1, 0], [1, 0]]).bool(), torch.tensor([True, True, True]))
+    tally.add(second, drafted, torch.tensor([0, 0, 0]), torch.tensor([0, 0, 0]))
     counts = tally.counts()
     assert counts is not None
     assert counts.right.tolist() == [[2, 1], [3, 0]]
@@ -504,7 +483,9 @@ def test_a_tally_by_hand() -> None:
     again = Counts.of(counts.packed() + counts.packed())
     assert again.accuracies == counts.accuracies
     assert (again.accepted.tolist(), again.chains.tolist()) == ([4, 2], [6, 4])
-    assert Tally(first).counts() is None
+    unmeasured = Tally(first, target, 0)
+    unmeasured.add(first, drafted, torch.tensor([0, 1, 0]), torch.tensor([0, 1, 5]))
+    assert unmeasured.counts() is None
 
 
 def test_some_are_held_out_at_even_distances() -> None:
@@ -552,11 +533,7 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
     best = max(rows, key=lambda step: (rows[step]["eval_tau"], -step))
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
     objective = EagleObjective(head, model, EagleTrainingConfig(0.0, 1.0, noise=0.0)).eval()
-    batch = collate(
-        [{"input_ids": torch.tensor(talk.input_ids), "loss_mask": torch.tensor(talk.loss_mask)} for talk in TALKS]
-    )
-    features = features_of(model, batch["input_ids"], batch["lengths"], objective.layers)
-    counts = objective(**batch, features=features, measure=1).counts
+    counts = objective(**batch_of(model, TALKS, objective.layers), measure=1).counts
     assert counts is not None
     assert rows[best]["eval_tau"] == pytest.approx(1 + sum(counts.acceptance))
     assert [rows[best][f"eval_accepted_{depth}"] for depth in range(1, 6)] == pytest.approx(counts.acceptance)

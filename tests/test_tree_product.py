@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.product import children_of_likeliest, likeliest_nodes, reachable
+from hf_specdec.trees.growth import children_of_likeliest, likeliest_nodes, reachable
 
 Path = tuple[int, ...]
 RULES = (likeliest_nodes, children_of_likeliest)

@@ -15,10 +15,11 @@ from hf_specdec import InvalidConfigError, MedusaConfig, MedusaHeads, Speculativ
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, capture_features, search_tree, tree_search
-from hf_specdec.training.tree_search import count_correct, likeliest_choices, node_acceptance
+from hf_specdec.training.tree_search import count_correct
+from hf_specdec.trees.growth import likeliest_choices, node_acceptance
 from hf_specdec.validation import validate_choices
 from hf_specdec.viz import plot_tree, save_plot
-from test_training import answered
+from trained import answered
 
 ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.1, 0.05), (0.4, 0.3, 0.0))
 

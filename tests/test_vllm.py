@@ -30,7 +30,7 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.generation.loading import load_target
-from hf_specdec.training.from_target import start_block_from_target
+from hf_specdec.training.starts import start_block_from_target
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 SHIPPED = Path(__file__).parent.parent / "heads" / "smollm2-135m-instruct-eagle3"

@@ -16,7 +16,7 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
-from test_training import TALKS, arguments
+from trained import TALKS, arguments
 
 
 @pytest.fixture
@@ -85,6 +85,6 @@ def test_training_flushes_denormals_and_restores_the_mode() -> None:
         pytest.skip("this processor cannot flush denormals")
     for before in (True, False):
         torch.set_flush_denormal(before)
-        with training.modes.training_modes():
+        with training.trainer.training_modes():
             assert flushed()
         assert flushed() == before

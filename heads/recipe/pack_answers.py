@@ -14,9 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import datasets
-from pyarrow import parquet
-
 from hf_specdec.training.conversations import load_rows
+from pyarrow import parquet
 
 OURS = ("coding", "comparing", "explaining", "listing", "math", "question", "roleplay", "writing", "translation",
         "invented", "self-prompted")  # fmt: skip

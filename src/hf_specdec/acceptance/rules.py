@@ -17,7 +17,7 @@ from transformers import TopPLogitsWarper
 from hf_specdec.acceptance.paths import Acceptance, Cut, HostTree, by_scores, cut_paths, keep_paths, settle, walk
 from hf_specdec.acceptance.row_ends import RowEnds
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.cpu.search import best_tokens, can_search
+from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 

@@ -151,7 +151,7 @@ def _questions(path: Path | None, limit: int | None, per_category: int | None) -
     _, first = next(read_records(path), unknown) if ".jsonl" in path.suffixes else unknown
     if {"question_id", "category"} & first.keys():
         return read_questions(path, limit=limit, per_category=per_category)
-    from hf_specdec.training.prompts import prompt_of
+    from hf_specdec.training.data import prompt_of
 
     prompts = [(str(number), prompt_of(row, f"{path}, line {number}", "")) for number, row in read_records(path)]
     if systems := [number for number, prompt in prompts if prompt.system]:

@@ -84,8 +84,7 @@ def distill_data(
         from hf_specdec import training
         from hf_specdec.cli.training_run import load_training_target, print_result
         from hf_specdec.generation.loading import end_tokens, load_tokenizer
-        from hf_specdec.training.distill import check_new_data
-        from hf_specdec.training.prompts import check_prompts
+        from hf_specdec.training.distillation import check_new_data, check_prompts
 
     given: list[Prompt] = [] if prompts is None else training.read_prompts(prompts, split=split, limit=limit)
     if not given and not invent:

@@ -30,16 +30,15 @@ from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specdec.training.dflash import check_full_attention
-from hf_specdec.training.features import check_features_folder
-from hf_specdec.training.processes import processes
-from hf_specdec.training.runs import RUN_NAME
+from hf_specdec.training.feature_store import check_features_folder
+from hf_specdec.training.objectives import check_full_attention
+from hf_specdec.training.run_setup import RUN_NAME, processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from hf_specdec.training import Conversation
-    from hf_specdec.training.features import TrainingData
+    from hf_specdec.training.feature_store import TrainingData
 
 MAX_LOG_BYTES = 256 * 2**20
 """Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""

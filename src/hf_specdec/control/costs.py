@@ -33,7 +33,7 @@ from hf_specdec.control.constants import (
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.memory import RESERVED_SLOTS
+from hf_specdec.verification.memory import ANSWER_SLOTS
 from hf_specdec.verification.model import cache_argument, execution_device, lm_head_rows, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.runners import Runner
@@ -67,7 +67,7 @@ def verify_seconds(
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     draw = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw, device="cpu").to(device)
-    reserve = None if runner is None else RESERVED_SLOTS  # a runner keeps this memory for later calls
+    reserve = None if runner is None else ANSWER_SLOTS  # a runner keeps this memory for later calls
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})

@@ -38,7 +38,7 @@ class _StepFields(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChainStep:
     """A product or a norm of a chain. Places: those of the chain's inputs come first, then those of its steps."""
 
     x: int  # place
@@ -55,40 +55,34 @@ class Step:
 
     def fields(self, place: int) -> _StepFields:
         """Return the step for the library; its result has this place."""
-        padded = [tuple(-1 if one is None else one for one in places) for places in (self.weights, self.biases)]
+        weights = _Weights(*self.weights)
+        biases = _Weights(*(-1 if bias is None else bias for bias in self.biases))
+        residual = -1 if self.residual is None else self.residual
         return _StepFields(
-            len(self.sizes), self.k, self.x, place, -1 if self.residual is None else self.residual,
-            *(_Weights(*places) for places in padded), _Weights(*self.sizes), self.activation, self.is_wide,
-            self.early, self.eps,
+            len(self.sizes), self.k, self.x, place, residual, weights, biases, _Weights(*self.sizes), self.activation,
+            self.is_wide, self.early, self.eps,
         )  # fmt: skip
 
-    def run(self, values: Sequence[Tensor | None]) -> Tensor:
+    def run(self, values: Sequence[Tensor]) -> Tensor:
         """Return the result, given the values of all places before."""
         x, weights = values[self.x], [values[place] for place in self.weights]
-        assert x is not None
         if not self.sizes:
-            return operations.rms_norm(x, _present(weights[0]), self.eps, self.early)
+            return operations.rms_norm(x, weights[0], self.eps, self.early)
         biases = [None if place is None else values[place] for place in self.biases]
         residual = None if self.residual is None else values[self.residual]
-        return operations.linear(x, [_present(weight) for weight in weights], biases, self.activation, residual)
+        return operations.linear(x, weights, biases, self.activation, residual)
 
 
-def _present(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
+def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
+    """Return a function of tensors that runs steps for the same rows one after the other.
 
-
-def make_chain(steps: Sequence[Step], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
-    """Return a function of the inputs that runs steps one after the other.
+    It returns a tensor if there is one output, otherwise a tuple. Inputs with more rows than `operations.limit_rows`
+    allows are left to `operations.linear` and `operations.rms_norm`.
 
     Args:
-        steps: The steps, all for the same rows.
+        steps: The steps.
         inputs: Number of inputs; the first step's x is one of them. Those with rows come before the weights.
         outputs: Steps whose results are returned, by index.
-
-    Returns:
-        A function of `inputs` tensors. Returns a tensor if there is one output, otherwise a tuple. Inputs with more
-        rows than `operations.limit_rows` allows are left to `operations.linear` and `operations.rms_norm`.
     """
     count, kept = len(steps), tuple(outputs)
     array = (_StepFields * count)(*[step.fields(inputs + index) for index, step in enumerate(steps)])
@@ -103,7 +97,7 @@ def make_chain(steps: Sequence[Step], inputs: int, outputs: Sequence[int]) -> Ca
         x = tensors[first]
         rows = x.numel() // k
         if not 0 < rows <= widest_rows(x.dtype):
-            values: list[Tensor | None] = list(tensors)
+            values = list(tensors)
             for step in steps:
                 values.append(step.run(values))
             results = [values[inputs + index] for index in kept]
@@ -185,15 +179,15 @@ def _join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _step(node: Any, places: dict[fx.Node, int]) -> Step:
+def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
     x = node.args[0]
     size, k = int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])
     if node.target is kernels.rms_norm.default:
         weight, eps, early = node.args[1:]
         is_wide = weight.meta["val"].dtype == torch.float32
-        return Step(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
+        return ChainStep(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
     weights, biases, activation, *rest = node.args[1:]
-    return Step(
+    return ChainStep(
         places[x], tuple(places[weight] for weight in weights), k, size,
         tuple(None if bias is None else places[bias] for bias in biases),
         tuple(len(weight.meta["val"]) for weight in weights), activation,

@@ -64,7 +64,7 @@ def grow_corrected(
         packed: The Markov head.
         roots: `[B]` long.
         hidden: `[B, D, Dh]` the outputs that predict the tokens of each depth.
-        logits: `[B, D, Vd]` their logits without corrections, supported by `cpu.search.can_search`.
+        logits: `[B, D, Vd]` their logits without corrections, supported by `operations.can_search`.
         states: `[B, 1, r]` the Markov head's states before the roots; only "rnn" reads them.
         hot: `[Vd]` target ids of the draft vocabulary; None if it is the target's.
         sizes: Most nodes with the root, most levels (at most D), and children per node (at most Vd).

@@ -40,12 +40,8 @@ SOURCES = tuple(
     for name in ("kernels.cpp", "attention.h", "blocks.h", "products.h", "search.h", "steps.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
-FUNCTIONS = tuple(
-    f"{name}_{bits}"
-    for name in ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
-    for bits in (16, 32)
-)
-"""Names of the functions for tensors of bfloat16 and float32, see `operations.functions_for`."""
+FUNCTIONS = ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
+"""Functions for tensors, see `operations.functions_for`; their names end with the bits of bfloat16 and float32."""
 MEASURE = -1
 """Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 unless they are slow."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
@@ -96,15 +92,11 @@ def processor_features() -> frozenset[str]:
 
 
 def choose_instruction_set(features: frozenset[str], machine: str, most: str) -> InstructionSet:
-    """Return the best instruction set of a processor.
+    """Return the best instruction set of a processor, or raise `NoKernelsError`.
 
     Args:
-        features: Features of the processor, see `processor_features`.
-        machine: Result of `platform.machine()`.
+        features, machine: See `processor_features`, and `platform.machine()`.
         most: Value of the environment variable: a name that excludes better ones, "none", or empty.
-
-    Raises:
-        NoKernelsError: There is none, or the value is unknown.
     """
     names = [entry.name for entry in INSTRUCTION_SETS]
     if most == "none":
@@ -124,11 +116,7 @@ def choose_instruction_set(features: frozenset[str], machine: str, most: str) ->
 
 
 def find_compiler() -> list[str]:
-    """Return the command of a C++ compiler: `$CXX`, which may have options (`ccache g++`), else `g++` or `clang++`.
-
-    Returns:
-        Path of the program, and its options; empty if none was found.
-    """
+    """Return path and options of a C++ compiler, empty if there is none: `$CXX` (`ccache g++`), `g++` or `clang++`."""
     wanted = os.environ.get("CXX", "").strip()
     try:
         commands = [shlex.split(wanted)] if wanted else [["g++"], ["clang++"]]
@@ -143,18 +131,14 @@ def find_compiler() -> list[str]:
 def build(instructions: InstructionSet, compiler: list[str], directory: Path) -> ctypes.CDLL:
     """Load the library in a directory, built if it is missing; several processes may build at once.
 
-    A file that is damaged, or that another user may have changed, is replaced, with a warning.
-
-    Args:
-        instructions: The instruction set.
-        compiler: See `find_compiler`. Without one, a library that any compiler has built of these sources is used.
-        directory: The directory.
+    A file that is damaged, or that another user may have changed, is replaced, with a warning. Without a compiler (see
+    `find_compiler`), a library that any compiler has built of these sources is used.
 
     Raises:
         NoKernelsError: The compiler fails, or there is none and nothing was built before.
         OSError: The directory cannot be written to, or the new library cannot be loaded from it.
     """
-    library = path_of(instructions, compiler, directory)
+    library = library_path(instructions, compiler, directory)
     try:
         _check_file(library)
         return _opened(library)
@@ -197,12 +181,7 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
 
 
 def _run(command: list[str], working: str) -> tuple[int, str]:
-    """Run a compiler; return its status and output. It leaves no processes and no files outside of a directory.
-
-    Raises:
-        OSError: It cannot be started.
-        subprocess.TimeoutExpired: It took longer than `COMPILE_TIMEOUT`.
-    """
+    """Run a compiler; return its status and output. It leaves no processes, and files only in the directory."""
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": working}
     is_stopped, starting, started = threading.Event(), threading.Lock(), list[subprocess.Popen[bytes]]()
 
@@ -235,17 +214,10 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
     return process.returncode, output.decode(errors="replace")
 
 
-def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
+def library_path(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
     """Return where `build` puts the library; without a compiler, the newest whole one that any compiler has built.
 
     Compilers are identified by path, size and date, so that none is started to ask for its version.
-
-    Args:
-        instructions, compiler, directory: See `build`.
-
-    Raises:
-        NoKernelsError: No compiler was found, and no library was built before.
-        OSError: The compiler is not there any more.
     """
     prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
     if compiler:
@@ -327,9 +299,10 @@ def _this_machine() -> InstructionSet:
 def _opened(path: Path) -> ctypes.CDLL:
     before = openmp_runtimes()
     library = ctypes.CDLL(str(path))
-    missing = next((name for name in (*FUNCTIONS, "choose_pairs", "read_memory") if not hasattr(library, name)), None)
-    if missing is not None:
-        raise OSError(f"{path} has no function {missing}")
+    names = [f"{name}_{bits}" for name in FUNCTIONS for bits in (16, 32)]
+    for name in (*names, "choose_pairs", "read_memory"):
+        if not hasattr(library, name):
+            raise OSError(f"{path} has no function {name}")
     if before and openmp_runtimes() != before:  # two pools of threads would slow each other down
         raise NoKernelsError(f"torch uses another OpenMP runtime ({', '.join(sorted(before))}) than the compiler")
     library.choose_pairs.argtypes, library.choose_pairs.restype = [ctypes.c_long], ctypes.c_long
@@ -367,7 +340,7 @@ def loads_at_once() -> bool:
     if _loaded:
         return True
     try:
-        _check_file(path_of(_this_machine(), find_compiler(), _private_cache()))
+        _check_file(library_path(_this_machine(), find_compiler(), _private_cache()))
     except (NoKernelsError, OSError, RuntimeError) as error:  # RuntimeError: no home directory
         return isinstance(error, NoKernelsError)
     return True
@@ -389,3 +362,36 @@ def is_loaded() -> bool:
 def forget_library() -> None:
     """Make the next `load_library` choose and build again; for tests. Functions bound to the old one still work."""
     _loaded.clear()
+
+
+_LOCK = threading.Lock()
+_running: list[threading.Thread] = []
+
+
+def are_kernels_ready() -> bool:
+    """Whether the kernels, or the reason why there are none, are known without compiling; if not, start to compile.
+
+    The compiler runs in a thread and, on Linux, only on cores that would be idle otherwise. If the process ends first,
+    the next one starts again; `compile="kernels"` and `warmup()` wait for it.
+    """
+    with _LOCK:
+        if any(thread.is_alive() for thread in _running):
+            return False
+        if loads_at_once():
+            return True
+        _running[:] = [threading.Thread(target=_load, name="hf_specdec kernels", daemon=True)]
+        _running[0].start()
+        return False
+
+
+def wait_for_kernels() -> None:
+    """Wait until a compiler in the background has finished; for tests."""
+    for thread in list(_running):
+        thread.join()
+
+
+def _load() -> None:
+    if hasattr(os, "SCHED_IDLE"):  # Linux: this thread's, and that of the compiler that it starts
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    load_or_none()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,14 +20,37 @@ from torch.nn import functional
 from hf_specdec.cpu.library import is_loaded, load_library
 from hf_specdec.errors import CacheCapacityError
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 MAX_ROWS = 128
 """Products with more rows use torch's `linear`, which is made for many rows; with fewer, see `limit_rows`."""
+MEASURED_ROWS = (16, 32, 64, MAX_ROWS)
+"""Numbers of rows for which `measure_widest` times products."""
+MEASURED_BYTES = 4 * 2**20, 32 * 2**20
+"""Fewest and most bytes of weights that `measure_widest` uses: fewer would stay in the processor's caches."""
+PROBE_ROWS = (1, 2, 7)
+"""Rows of x in `product_error`: each tile size of the kernel is used."""
+PROBE_COLUMNS = 64
+"""First and last columns of a product that `product_error` compares."""
+PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+"""Maximum relative error of the kernel's products."""
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_ARGUMENTS: dict[str, list[Any]] = {
+    "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
+    "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
+    "run": [_Pointer, _Long, _Pointer, _Long, _Long],
+    "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
+    "attend": [*[_Pointer] * 8, _Long],
+    "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
+    "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
+    "grow": [*[_Pointer] * 12, _Long],
+}
+"""The library's functions, and the types of their arguments."""
 
 
 class _AttentionSizes(ctypes.Structure):
@@ -39,65 +64,36 @@ class _AttentionSizes(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """Functions of the library for one dtype.
-
-    Raises:
-        CacheCapacityError: Attention needs more memory than there is.
-        MemoryError: Another function does.
-    """
-
-    multiply: Callable[..., int]
-    normalize: Callable[..., int]
-    run: Callable[..., int]
-    rotate: Callable[..., int]
-    attend: Callable[..., int]
-    attend_joined: Callable[..., int]
-    best: Callable[..., int]
-    grow: Callable[..., int]
-
-
 @functools.cache
-def functions_for(dtype: torch.dtype) -> Functions:
-    """Return the library's functions for a dtype in `DTYPES`.
+def functions_for(dtype: torch.dtype) -> SimpleNamespace:
+    """Return the library's functions in `_ARGUMENTS` for a dtype in `DTYPES`.
+
+    They raise `MemoryError` if there is not enough memory, or `CacheCapacityError` if that is for attention.
 
     Raises:
         NoKernelsError: This machine cannot use the kernels.
     """
-    library, suffix = load_library()[1], DTYPES[dtype]
-    arguments: dict[str, list[Any]] = {
-        "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
-        "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
-        "run": [_Pointer, _Long, _Pointer, _Long, _Long],
-        "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
-        "attend": [*[_Pointer] * 8, _Long],
-        "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
-        "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
-        "grow": [*[_Pointer] * 12, _Long],
-    }
-    found = {}
-    for name, types in arguments.items():
-        function = getattr(library, f"{name}_{suffix}")
+    library, found = load_library()[1], {}
+    for name, types in _ARGUMENTS.items():
+        function = getattr(library, f"{name}_{DTYPES[dtype]}")
         function.argtypes, function.restype = types, _Long
-        function.errcheck = _check_attention if name.startswith("attend") else _check
+        function.errcheck = functools.partial(_check_status, name)
         found[name] = function
-    return Functions(**found)
+    return SimpleNamespace(**found)
 
 
-def _check(status: int, _function: Any, _arguments: Any) -> int:
+def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> int:
+    if status < 0 and name.startswith("attend"):
+        raise CacheCapacityError(
+            "Attention over the key-value cache needs more memory than there is.",
+            "Use a shorter prompt, a smaller max_new_tokens or fewer rows.",
+        )
     if status < 0:
         raise MemoryError("The CPU kernels need more memory than there is.")
     return status
 
 
-def _check_attention(status: int, _function: Any, _arguments: Any) -> int:
-    if status < 0:
-        raise CacheCapacityError(
-            "Attention over the key-value cache needs more memory than there is.",
-            "Use a shorter prompt, a smaller max_new_tokens or fewer rows.",
-        )
-    return status
+# ----------------------------------------------------------------------------------------------- products
 
 
 def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
@@ -123,8 +119,7 @@ def linear(
 
     Args:
         x: `[..., K]`.
-        weights: `[N_i, K]`, contiguous, of the dtype of x.
-        biases: `[N_i]` or None, for each weight.
+        weights, biases: `[N_i, K]`, contiguous, of the dtype of x, and `[N_i]` or None for each.
         activation: `NO_ACTIVATION`, or the activation of two products of equal size.
         residual: `[..., N]` added to the result; only without an activation.
     """
@@ -133,40 +128,31 @@ def linear(
     if rows > widest_rows(x.dtype):
         y = wide_linear(x, weights, biases, activation)
         return y if residual is None else y + residual
-    found = _group(
+    *arrays, size = _arrays(
         tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights]),
         tuple([None if bias is None else bias.data_ptr() for bias in biases]),
         activation != NO_ACTIVATION,
     )
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    y = x.new_empty(*x.shape[:-1], found.size)
+    y = x.new_empty(*x.shape[:-1], size)
     if rows:
+        added = None if residual is None else residual.data_ptr()
         functions_for(x.dtype).multiply(
-            x.data_ptr(), rows, k, found.weights, found.biases, found.sizes, found.count, activation,
-            None if residual is None else residual.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            x.data_ptr(), rows, k, *arrays, activation, added, y.data_ptr(), torch.get_num_threads()
+        )
     return y
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Weights that share their input, as C arrays."""
-
-    weights: Any
-    biases: Any
-    sizes: Any
-    count: int
-    size: int  # of the output
-
-
 @functools.lru_cache(maxsize=4096)
-def _group(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...], gated: bool) -> _Group:
-    """Return the arrays for weights, given as address and number of rows, and addresses of biases."""
+def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...], gated: bool) -> tuple[Any, ...]:
+    """Return the C arrays for weights that share their input, their number, and the size of the output.
+
+    Weights are given as address and number of rows, biases as addresses.
+    """
     count, sizes = len(weights), [size for _, size in weights]
-    return _Group(
-        (_Pointer * count)(*[address for address, _ in weights]), (_Pointer * count)(*biases),
-        (_Long * count)(*sizes), count, sizes[0] if gated else sum(sizes),
-    )  # fmt: skip
+    addresses = (_Pointer * count)(*[address for address, _ in weights])
+    size = sizes[0] if gated else sum(sizes)
+    return addresses, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
 _widest: dict[torch.dtype, int] = {}
@@ -183,11 +169,6 @@ def widest_rows(dtype: torch.dtype) -> int:
     return _widest.get(dtype, MAX_ROWS)
 
 
-def rows_are_limited(dtype: torch.dtype) -> bool:
-    """Whether `limit_rows` was called for a dtype."""
-    return dtype in _widest
-
-
 def wide_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION
 ) -> Tensor:
@@ -197,6 +178,61 @@ def wide_linear(
         gate = functional.silu(outputs[0]) if activation == SILU else functional.gelu(outputs[0], approximate="tanh")
         return gate * outputs[1]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def product_error(weight: Tensor) -> float:
+    """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact."""
+    size = weight.shape[1]
+    checked = torch.cat([weight[:PROBE_COLUMNS], weight[-PROBE_COLUMNS:]]).float()
+    errors = []
+    for rows in PROBE_ROWS:
+        numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
+        x = numbers.cos().view(rows, size).to(weight.dtype)
+        found = linear(x, [weight], [None]).float()
+        found = torch.cat([found[:, :PROBE_COLUMNS], found[:, -PROBE_COLUMNS:]], dim=-1)
+        expected = functional.linear(x.float(), checked)
+        errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
+    return max(errors)
+
+
+def measure_widest(weights: Iterable[Tensor]) -> None:
+    """Time the kernel's products and torch's with some of a model's weights, once per process and dtype.
+
+    Products with more rows than the kernel wins with use torch's `linear` from then on: oneDNN is faster on processors
+    with matrix units (AMX). Takes 0.1 to 0.3 s; skipped if the weights fit in the processor's caches.
+    """
+    chosen, size = list[Tensor](), 0
+    for weight in weights:
+        known = weight.dtype in _widest or (chosen and chosen[0].dtype != weight.dtype)
+        fits = size + weight.nbytes <= MEASURED_BYTES[1]  # an lm_head may be far larger
+        if fits and not known and can_multiply(weight[:1], weight, None):
+            chosen.append(weight)
+            size += weight.nbytes
+    if size < MEASURED_BYTES[0]:
+        return
+    dtype, won = chosen[0].dtype, MEASURED_ROWS[0] // 2
+    for rows in MEASURED_ROWS:
+        if _seconds(linear, chosen, rows) > _seconds(wide_linear, chosen, rows):
+            break
+        won = rows
+    limit_rows(dtype, won)
+    logger.info("The CPU kernels multiply up to %d rows of %s; torch multiplies more.", won, dtype)
+
+
+def _seconds(multiply: Callable[..., Tensor], weights: Sequence[Tensor], rows: int) -> float:
+    """Return the shortest of three times of the products of all weights with this number of rows."""
+    sizes, dtype = {weight.shape[1] for weight in weights}, weights[0].dtype
+    inputs = {size: torch.ones(rows, size, dtype=dtype, device="cpu") for size in sizes}
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for weight in weights:
+            multiply(inputs[weight.shape[1]], [weight], [None])
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+# ----------------------------------------------------------------------------------------------- norms, rotary, search
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
@@ -230,21 +266,53 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     functions_for(x.dtype).rotate(
         x.data_ptr(), (_Long * 4)(*x.shape), (_Long * 4)(*x.stride()), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0) if cos.shape[0] > 1 else 0, y.data_ptr(),
+        _batch_stride(cos), y.data_ptr(),
     )  # fmt: skip
     return y
 
 
+def _batch_stride(shared: Tensor) -> int:
+    return shared.stride(0) if shared.shape[0] > 1 else 0
+
+
+def can_search(logits: Tensor) -> bool:
+    """Whether `best_tokens` supports these logits; False if the kernels have not been loaded for something else."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES and is_loaded() and not logits.requires_grad
+
+
+def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (at most 0, float32) and ids `[..., count]` of the likeliest tokens, best first.
+
+    Of equal logits, the one with the lowest id comes first.
+
+    Args:
+        logits: `[..., V]`.
+        count: Number of tokens, at most V.
+        with_log_probs: Whether log-probabilities are needed; the first result is empty if not.
+    """
+    size = logits.shape[-1]
+    rows = logits.reshape(-1, size)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    log_probs = logits.new_empty((*logits.shape[:-1], count) if with_log_probs else 0, dtype=torch.float32)
+    ids = logits.new_empty(*logits.shape[:-1], count, dtype=torch.long)
+    functions_for(logits.dtype).best(
+        rows.data_ptr(), len(rows), size, rows.stride(0), count, log_probs.data_ptr() if with_log_probs else None,
+        ids.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return log_probs, ids
+
+
+# ----------------------------------------------------------------------------------------------- attention
+
+
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attend` supports these tensors, see there; False if the kernels have not been loaded."""
-    dtype = query.dtype
+    tensors, dtype = (query, key, value), query.dtype
     return (
         dtype in DTYPES
         and is_loaded()
-        and query.is_cpu and key.is_cpu and value.is_cpu
-        and key.dtype == dtype and value.dtype == dtype
-        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    )  # fmt: skip
+        and all(tensor.is_cpu and tensor.dtype == dtype and tensor.stride(-1) == 1 for tensor in tensors)
+    )
 
 
 def attend(
@@ -261,19 +329,14 @@ def attend(
         mask: bool `[B or 1, 1, N, begin + N]`, True for visible slots; None if all are visible.
         scale: Scale of the scores; None means `D ** -0.5`.
     """
-    (batch, heads, nodes, dim), value_dim = query.shape, value.shape[3]
-    query = query.contiguous()
-    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
-    _check_mask(mask, nodes, begin)
-    y = query.new_empty(batch, nodes, heads, value_dim)
-    sizes = _attention_sizes(
-        batch, heads, key.shape[1], nodes, dim, value_dim, begin, 0, begin + nodes,
-        keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3],
-        _mask_strides(mask), dim**-0.5 if scale is None else scale,
-    )  # fmt: skip
+    query, mask = query.contiguous(), _checked_mask(mask, query.shape[2], begin)
+    shape = (*query.shape[:2], key.shape[1], *query.shape[2:], value.shape[3])
+    strides = keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3]
+    y = query.new_empty(shape[0], shape[3], shape[1], shape[5])
     functions_for(query.dtype).attend(
-        sizes, query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(),
-        values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+        _attention_sizes(shape, begin, strides, _mask_strides(mask), scale), query.data_ptr(), key.data_ptr(),
+        value.data_ptr(), keys.data_ptr(), values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -292,45 +355,45 @@ def attend_joined(
         begin, mask, scale: See `attend`.
     """
     (batch, nodes, width), dim = joined.shape, keys.shape[3]
-    heads = width // dim - 2 * shared
-    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
-    _check_mask(mask, nodes, begin)
+    heads, mask = width // dim - 2 * shared, _checked_mask(mask, nodes, begin)
     joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
+    shape = batch, heads, shared, nodes, dim, dim
+    strides = keys.stride()[:2], values.stride()[:2], (0, 0, 0), (0, 0, 0)
     y = joined.new_empty(batch, nodes, heads, dim)
-    sizes = _attention_sizes(
-        batch, heads, shared, nodes, dim, dim, begin, 0, begin + nodes, keys.stride()[:2], values.stride()[:2],
-        (0, 0, 0), (0, 0, 0), _mask_strides(mask), dim**-0.5 if scale is None else scale,
-    )  # fmt: skip
     functions_for(joined.dtype).attend_joined(
-        sizes, joined.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0) if cos.shape[0] > 1 else 0, keys.data_ptr(), values.data_ptr(),
+        _attention_sizes(shape, begin, strides, _mask_strides(mask), scale), joined.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), _batch_stride(cos), keys.data_ptr(), values.data_ptr(),
         None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
 @functools.lru_cache(maxsize=64)
-def _attention_sizes(*fields: Any) -> Any:
-    """Return a pointer to the `_AttentionSizes` with these fields, which most layers of a forward share."""
-    return ctypes.pointer(_AttentionSizes(*fields))
+def _attention_sizes(
+    shape: tuple[int, ...], begin: int, strides: tuple[Any, ...], mask_strides: tuple[int, int], scale: float | None
+) -> Any:
+    """Return a pointer to `_AttentionSizes`, which most layers of a forward share; shapes as in its first fields."""
+    nodes, dim = shape[3:5]
+    scale = dim**-0.5 if scale is None else scale
+    return ctypes.pointer(_AttentionSizes(*shape, begin, 0, begin + nodes, *strides, mask_strides, scale))
 
 
-def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
+def _checked_mask(mask: Tensor | None, nodes: int, begin: int) -> Tensor | None:
     if mask is not None and mask.shape[1:] != (1, nodes, begin + nodes):
         raise ValueError(f"A mask for {nodes} nodes after {begin} slots was expected, got {list(mask.shape)}.")
+    return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
+    return (0, 0) if mask is None else (_batch_stride(mask), mask.stride(2))
 
 
 # ----------------------------------------------------------------------------------------------- traceable operations
 
 
 def _shape_of_linear(
-    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int,
-    _residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int, *_residual: Any
+) -> Tensor:
     size = len(weights[0]) if activation else sum(len(weight) for weight in weights)
     return x.new_empty(*x.shape[:-1], size)
 

@@ -100,42 +100,42 @@ def call_functions(graph: fx.GraphModule) -> None:
 
 # ----------------------------------------------------------------------------------------------- patterns
 
-Node = Any
+_Node = Any
 """An `fx.Node`, or another argument of an operation: its arguments have too many types to name."""
 
 
-def _is(node: Node, *targets: Any) -> bool:
+def _is(node: _Node, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def _value(node: Node) -> Any:
+def _value(node: _Node) -> Any:
     """Return the traced result of a node; None if it is not a tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
-def _dtype(node: Node) -> torch.dtype | None:
+def _dtype(node: _Node) -> torch.dtype | None:
     value = _value(node)
     return None if value is None else value.dtype
 
 
-def _only_user(node: Node) -> Node:
+def _only_user(node: _Node) -> _Node:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _other_factor(product: Node, factor: Node) -> Node:
+def _other_factor(product: _Node, factor: _Node) -> _Node:
     first, second = product.args[:2]
     return second if first is factor else first
 
 
-def _replace(old: Node, target: Any, arguments: tuple[Any, ...]) -> None:
+def _replace(old: _Node, target: Any, arguments: tuple[Any, ...]) -> None:
     with old.graph.inserting_before(old):
         new = old.graph.call_function(target, arguments)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
 
 
-def _match_norm(rsqrt: Node) -> None:
+def _match_norm(rsqrt: _Node) -> None:
     """Replace an RMSNorm that is computed in float32 and converted back to the dtype of x by the kernel `rms_norm`.
 
     The pattern is `x * rsqrt(mean(x ** 2) + eps) * weight`. The conversion back comes before the multiplication with
@@ -170,7 +170,7 @@ def _match_norm(rsqrt: Node) -> None:
         _replace(result, kernels.rms_norm.default, (x, weight, eps, early))
 
 
-def _match_rotary(total: Node) -> None:
+def _match_rotary(total: _Node) -> None:
     """Replace `x * cos + cat(-x2, x1) * sin` by the kernel `rotary`; x1 and x2 are the halves of x `[B, H, N, D]`."""
     if not _is(total, aten.add.Tensor) or not all(_is(part, aten.mul.Tensor) for part in total.args[:2]):
         return
@@ -189,7 +189,7 @@ def _match_rotary(total: Node) -> None:
     _replace(total, kernels.rotary.default, (x, cos.args[0], sin.args[0]))
 
 
-def _is_turned(turned: Node, x: Node, size: int) -> bool:
+def _is_turned(turned: _Node, x: _Node, size: int) -> bool:
     """Whether a node is `cat(-x2, x1)` of the halves of the last of four dimensions."""
     if not _is(turned, aten.cat.default) or len(turned.args[0]) != 2 or size % 2:
         return False
@@ -205,7 +205,7 @@ def _is_turned(turned: Node, x: Node, size: int) -> bool:
     )
 
 
-def _match_gate(product: Node) -> None:
+def _match_gate(product: _Node) -> None:
     """Replace `act(linear(x, W0)) * linear(x, W1)` by one call of the kernel `linear`."""
     if not _is(product, aten.mul.Tensor):
         return
@@ -226,7 +226,7 @@ def _match_gate(product: Node) -> None:
             return
 
 
-def _match_residual(total: Node) -> None:
+def _match_residual(total: _Node) -> None:
     """Replace `residual + linear(x, W)` by one call of the kernel `linear`."""
     if not _is(total, aten.add.Tensor) or total.kwargs:
         return
@@ -245,7 +245,7 @@ def _match_residual(total: Node) -> None:
             return
 
 
-def _join_attention(node: Node, attention: Any, joined: Any) -> None:
+def _join_attention(node: _Node, attention: Any, joined: Any) -> None:
     """Replace attention over parts of a joined product, rotated, by an operation that takes the product as it is.
 
     Args:
@@ -271,7 +271,7 @@ def _join_attention(node: Node, attention: Any, joined: Any) -> None:
         _replace(node, joined, (product, *query.args[1:], shared, size, *further))
 
 
-def _part_of_heads(node: Node) -> tuple[Node, int, int, int] | None:
+def _part_of_heads(node: _Node) -> tuple[_Node, int, int, int] | None:
     """Return product, head size, first and last column if a node is heads `[B, H, N, D]` of columns of a product."""
     if not _is(node, aten.transpose.int) or tuple(node.args[1:]) != (1, 2):
         return None
@@ -283,18 +283,18 @@ def _part_of_heads(node: Node) -> tuple[Node, int, int, int] | None:
     return (product, size, first, last) if dimension == -1 and _is(product, kernels.linear.default) else None
 
 
-def _products(nodes: Iterable[Node]) -> list[Node]:
+def _products(nodes: Iterable[_Node]) -> list[_Node]:
     return [node for node in nodes if _is(node, kernels.linear.default)]
 
 
-def _is_product(node: Node) -> bool:
+def _is_product(node: _Node) -> bool:
     """Whether a node is a product with a single weight and without a residual."""
     return _is(node, kernels.linear.default) and len(node.args[1]) == 1 and len(node.args) == 4
 
 
 def _join_products(graph: fx.Graph) -> None:
     """Compute products with the same input in one call, which starts the threads once; all weights are inputs."""
-    members: dict[Node, list[Node]] = defaultdict(list)
+    members: dict[_Node, list[_Node]] = defaultdict(list)
     for node in filter(_is_product, _products(graph.nodes)):
         if all(weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))):
             members[node.args[0]].append(node)

@@ -17,7 +17,7 @@ from hf_specdec.transformers_private import supports_logits_to_keep
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.trial_runs import first_inputs
+from hf_specdec.verification.trials import first_inputs
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

@@ -21,12 +21,11 @@ from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.masks import PromptPadding, Window
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,41 +2,48 @@
 
 Sources: DFlash (https://github.com/z-lab/dflash) for the block, JetSpec (https://github.com/hao-ai-lab/JetSpec) for
 trees from one block, DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads.
+
+Every depth of a block has one distribution, which a Markov head may correct. Without one, all nodes of a depth have
+the same children (`trees/product.py`). With one, the children of a node get the logits of their depth plus the
+correction for the node's token, so branches depend on their path. The correction costs one product of size rank x
+draft vocabulary per node with children.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, DraftSession
-from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
-from hf_specdec.drafters.draft_layer import Entries
+from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
+from hf_specdec.cpu.operations import can_search
+from hf_specdec.drafters.base import HOW_TO_LOAD
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
-from hf_specdec.drafters.feature_session import FeatureSession, LayerLimits
-from hf_specdec.drafters.launching import features_of
+from hf_specdec.drafters.features import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.block import block_masks
-from hf_specdec.heads.captured_block import GraphBlockHead
-from hf_specdec.heads.compiled_block import CompiledBlockHead, WrappedBlockHead
-from hf_specdec.heads.dflash import DFlashHead
-from hf_specdec.heads.layer import AcceptedStep
+from hf_specdec.heads.dflash import DFlashHead, block_masks
+from hf_specdec.heads.stages import Stages
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import TreeShape, growable
-from hf_specdec.trees.product import reachable
+from hf_specdec.trees.growth import (
+    Level,
+    StaticLevels,
+    TreeShape,
+    children_of_likeliest,
+    grow,
+    growable,
+    likeliest_nodes,
+    reachable,
+    scored,
+)
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
-from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.masks import committed_slots
-from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.step import UnreadStep
-from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import token_positions
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.graphs import Slots
+from hf_specdec.verification.masks import PromptPadding, committed_slots, token_positions
 
 DEFAULT_TOP_K = 4
 
@@ -60,7 +67,6 @@ class DFlashDrafter(LayerDrafter):
     method = "dflash"
     default_top_k = DEFAULT_TOP_K
     head: DFlashHead
-    program: DFlashHead | WrappedBlockHead | None = None  # type: ignore[assignment]
 
     def __init__(self, head: DFlashHead, confidence_threshold: float = 0.0) -> None:
         check_type("head", head, DFlashHead, HOW_TO_LOAD)
@@ -101,119 +107,184 @@ class DFlashDrafter(LayerDrafter):
             )
         return limits
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; it reads the prompt's features in its first `propose`, and needs no token ids."""
-        return self._session(target.model, context, self.tree_limits(config))
-
-    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> DFlashDrafter:
-        """See `Drafter.compiled`; if the device has graphs, one graph reads a step, runs the block, grows the tree."""
-        lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
-        other, device = copy.copy(self), self.head.device
-        program: DFlashHead | CompiledBlockHead
-        program = self.head if mode == "cuda_graph" else CompiledBlockHead.of(self.head, lm_head, mode)
-        other.program = program
-        if device.type not in GRAPH_BACKENDS:
-            return other
-        hot, threshold = self.head.hot_token_ids, self.confidence_threshold
-
-        def grow(roots: Tensor, slots: Tensor, shape: TreeShape) -> Draft:
-            return grow_block(BlockOutputs(program, roots, slots, lm_head, hot), shape, threshold)
-
-        other.program = GraphBlockHead(program, grow, GRAPH_BACKENDS[device.type](device))
-        return other
+    def functions(self, model: PreTrainedModel) -> HeadFunctions:
+        """See `LayerDrafter`."""
+        return BlockFunctions(
+            self.head, self._stages(model), self.head.embedding_for(model), self.confidence_threshold
+        )
 
     def bind(self, model: PreTrainedModel) -> None:
         """See `Drafter.bind`."""
         self.needs = bind_sharing_head(self.head, model)
 
-    def _session(self, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> DraftSession:
-        return _DFlashSession(self, model, context, limits)
 
+@dataclass(frozen=True, slots=True)
+class BlockFunctions(HeadFunctions):
+    """What a block head computes: context from features, and one block behind it, of which a tree is made."""
 
-class _DFlashSession(FeatureSession):
-    """A session whose cache holds the context of the committed tokens; a block is appended and rolled back."""
+    head: DFlashHead
+    stages: Stages
+    embedding: nn.Module
+    threshold: float  # see `DFlashDrafter`
 
-    _head: DFlashHead | WrappedBlockHead
-
-    def __init__(
-        self, drafter: DFlashDrafter, model: PreTrainedModel, context: DraftContext, limits: LayerLimits
-    ) -> None:
-        super().__init__(drafter.program or drafter.head, model, context, limits)
-        self._threshold = drafter.confidence_threshold
-
-    def _draft(self, budget: Budget) -> Draft:
-        self._read_unread()
-        shape = self._shape(budget)
-        size = self._block_size(budget)
-        draft = self._head.draft(self._roots, self._padding, shape, size, self._cache, self._embedding)
-        if draft is not None:
-            return draft
-        slots = self._read_block(size)
-        outputs = BlockOutputs(self._head, self._roots, slots, self._lm_head, self._hot_token_ids)
-        return grow_block(outputs, shape, self._threshold)
-
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """See `LaunchingSession.launch`; if the head is captured, one graph reads the step and drafts."""
-        if self._prompt is not None or self._pending:
-            return super().launch(step, budget)
-        kept, lengths = step.acceptance, list(self._cache.lengths)
-        accepted = AcceptedStep(features_of(step), kept.path, kept.tokens, kept.next_token, self._padding)
-        shape, size = self._shape(budget), self._block_size(budget)
-        draft = self._head.draft_behind(accepted, shape, size, self._cache, self._embedding)
-        if draft is None:
-            return super().launch(step, budget)
-        self._known_lengths, self._roots = lengths, kept.next_token
-        self._note_launched(budget, draft)
-        return ()
-
-    def _shape(self, budget: Budget) -> TreeShape:
-        budget = budget.within(self._limits.budget)
-        return reachable(budget) if self._limits.choices is None else self._levels(budget)
-
-    def _block_size(self, budget: Budget) -> int:
-        """Return the slots of the block: as many as the largest tree needs, or as this one does if the head is causal.
+    def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
+        """See `HeadFunctions`; the block has the slots of the largest tree, or of this one if the head is causal.
 
         The outputs of a causal block do not depend on later slots.
         """
-        config, largest = self._head.config, self._limits.budget
+        config = self.head.config
         depth = min(budget.num_steps, largest.num_steps) if config.causal else largest.num_steps
-        return depth + (not config.sample_from_anchor)
+        return DraftPlan(reachable(budget) if levels is None else levels, depth + (not config.sample_from_anchor))
 
-    def _read_block(self, size: int) -> Tensor:
-        """Run a block of `size` slots behind the committed tokens and return its outputs `[B, size, D]`."""
-        device, batch_size = self._device, len(self._roots)
-        slots = torch.arange(size, dtype=torch.long, device=self._roots.device)
-        tokens = torch.where(slots == 0, self._roots[:, None], self._head.config.mask_token_id)
-        positions = self._first_positions(batch_size) + slots
-        outputs = self._head.read(
-            self._embedding(tokens).to(device, self._dtype), positions.to(device), self._cache, self._masks(size)
+    def read_prompt(self, prompt: Entries, padding: PromptPadding | None, cache: TreeCache) -> Tensor:
+        """See `HeadFunctions`."""
+        positions = torch.arange(prompt.path.shape[1], dtype=torch.long, device=prompt.path.device)
+        positions = positions.expand(prompt.path.shape) if padding is None else token_positions(padding)
+        return self._append(prompt.features, positions, cache)
+
+    def read(
+        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
+        padding: PromptPadding | None,
+    ) -> Tensor:  # fmt: skip
+        """See `HeadFunctions`; block heads read no tokens, and a draft needs no output of the last entry."""
+        positions = first_positions(lengths, padding) + (valid.cumsum(-1) - 1).clamp(min=0)
+        return self._append(features, positions, slots.cache(lengths, 0, features.shape[1]))
+
+    def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        device = self.head.device
+        states = self.stages.fuse(features.to(device, self.head.dtype), positions.to(device))
+        for layer in range(len(states) // 2):
+            cache.update(states[2 * layer], states[2 * layer + 1], layer)
+        return features[:, :1, :0]
+
+    def draft(
+        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
+        plan: DraftPlan,
+    ) -> Draft:  # fmt: skip
+        """See `HeadFunctions`."""
+        head, device, size = self.head, self.head.device, plan.num_entries
+        numbers = torch.arange(size, dtype=torch.long, device=roots.device)
+        tokens = torch.where(numbers == 0, roots[:, None], head.config.mask_token_id)
+        committed = committed_slots(lengths, slots.size, padding)
+        masks = [
+            slots.mask(lengths, seen, block).to(device) for seen, block in block_masks(head, committed, lengths, size)
+        ]
+        outputs = self.stages.read(
+            self.embedding(tokens).to(device, head.dtype),
+            (first_positions(lengths, padding) + numbers).to(device),
+            slots.cache(lengths, 0, size),
+            masks,
         )
-        self._cache.rollback()
-        return outputs
+        return grow_block(BlockOutputs(head, self.stages, roots, outputs), plan.shape, self.threshold)
 
-    def _masks(self, size: int) -> Sequence[Tensor]:
-        """Return one mask `[B, 1, S, start + S]` per layer for a block of S slots behind the committed tokens."""
-        lengths = self._cache.lengths_on(self._roots.device, len(self._roots))
-        visible = committed_slots(lengths, self._cache.start, self._padding)
-        masks = []
-        for seen, block in block_masks(self._head, visible, lengths, size):
-            masks.append(torch.cat([seen, block.expand(len(seen), -1, -1)], dim=-1)[:, None].to(self._device))
-        return masks
 
-    def _read_prompt(self, prompt: Entries) -> None:
-        positions = torch.arange(prompt.path.shape[1], dtype=torch.long, device=prompt.path.device)[None]
-        if self._padding is not None:
-            positions = token_positions(self._padding)
-        self._append(prompt, positions)
+@dataclass(frozen=True)
+class BlockOutputs:
+    """The outputs of a block behind the roots, from which a tree is grown."""
 
-    def _read_steps(self, entries: Entries) -> None:
-        indices = torch.arange(entries.path.shape[1], dtype=torch.long, device=entries.path.device)
-        valid = (entries.path[:, :, None] == indices).any(1)  # [B, T]
-        rows = self._first_positions(len(valid))
-        self._append(entries, rows + (valid.cumsum(-1) - 1).clamp(min=0))
+    head: DFlashHead
+    stages: Stages
+    roots: Tensor  # [B]
+    slots: Tensor  # [B, S, Dh] outputs of the block, on the head's device; the tree is grown on that of the roots
 
-    def _append(self, entries: Entries, positions: Tensor) -> None:
-        device, rows = self._device, len(entries.path)
-        features = entries.features.to(device, self._dtype)
-        self._head.append_context(features, positions.expand(rows, -1).to(device), self._cache)
-        self._commit(entries)
+    @property
+    def hidden(self) -> Tensor:
+        """The outputs `[B, D, Dh]` that predict the tokens of each depth: without the root's, if it predicts none."""
+        return self.slots if self.head.config.sample_from_anchor else self.slots[:, 1:]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Logits `[B, D, Vd]` of each depth, without corrections."""
+        return self.stages.score(self.hidden)
+
+    @property
+    def packed_markov(self) -> PackedMarkov | None:
+        """The Markov head's weights for the CPU kernel; None if it cannot grow the tree."""
+        packed, on_cpu = self.stages.markov, self.roots.device.type == "cpu"
+        if packed is None or not on_cpu or packed.outputs.dtype != self.logits.dtype or not can_search(self.logits):
+            return None
+        return packed
+
+    def children(self, tokens: Tensor, state: Tensor, depth: int, top_k: int) -> Level:
+        """Return the `top_k` best children of K nodes.
+
+        Args:
+            tokens: `[B, K]` the nodes' tokens.
+            state: `[B, K, r]` the Markov head's state before these tokens; unused without such a head.
+            depth: Depth of the nodes, 0 for the root.
+            top_k: Children per node.
+        """
+        logits, count, device = self.logits[:, depth, None], tokens.shape[1], self.roots.device
+        if self.head.config.markov_rank:
+            hidden = self.hidden[:, depth, None].expand(-1, count, -1)
+            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
+            logits = logits + self.head.markov_head.markov_w2(numbers)
+        level = scored(state, logits, top_k, self.head.hot_token_ids)
+        return Level(
+            state, level.log_probs.to(device).expand(-1, count, -1), level.tokens.to(device).expand(-1, count, -1)
+        )
+
+    def start(self) -> Tensor:
+        """Return the Markov head's state `[B, 1, r]` before the root; empty, r = 0, without such a head."""
+        if self.head.config.markov_rank:
+            return self.head.start_state(self.roots[:, None].to(self.slots.device), self.slots[:, :1])
+        return self.slots[:, :1, :0]
+
+    def confident_depths(self, threshold: float) -> Tensor:
+        """Return how many tokens `[B]` of each row's greedy chain precede the first one below a confidence.
+
+        Source: DSpark's `confidence_threshold`.
+        """
+        token, state, confident = self.roots[:, None], self.start(), []
+        for depth in range(self.hidden.shape[1]):
+            logit = self.head.confidence(self.hidden[:, depth, None], token.to(self.hidden.device))
+            confident.append((logit.float().sigmoid() >= threshold).to(token.device))
+            level = self.children(token, state, depth, 1)
+            token, state = level.tokens[:, :, 0], level.features
+        return torch.cat(confident, dim=-1).int().cumprod(-1).sum(-1)
+
+
+def grow_block(outputs: BlockOutputs, shape: TreeShape, confidence_threshold: float = 0.0) -> Draft:
+    """Grow a tree from the outputs of one block.
+
+    Args:
+        outputs: The outputs.
+        shape: Shape of the tree.
+        confidence_threshold: Drop all nodes deeper than the greedy chain's tokens before the first one whose predicted
+            probability of being accepted is below this; 0 keeps all. Dropped nodes become padding.
+    """
+    draft = _grow(outputs, shape)
+    if confidence_threshold <= 0:
+        return draft
+    depths = outputs.confident_depths(confidence_threshold)
+    dropped = draft.tree.depths() > depths[:, None]
+    assert draft.log_probs is not None
+    tree = replace(draft.tree, parents=torch.where(dropped, ROOT_PARENT, draft.tree.parents))
+    return replace(draft, tree=tree, log_probs=torch.where(dropped, 0.0, draft.log_probs))
+
+
+def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
+    roots, top_k, head = outputs.roots, shape.top_k, outputs.head
+    if isinstance(shape, Budget) and not head.config.markov_rank:
+        best = scored(outputs.hidden, outputs.logits, top_k, outputs.head.hot_token_ids)
+        rule = children_of_likeliest if head.config.all_children else likeliest_nodes
+        return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
+    if isinstance(shape, Budget) and (markov := outputs.packed_markov) is not None:
+        return _grow_by_kernel(outputs, shape, markov)
+
+    def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+        index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1]).to(above.features.device)
+        return outputs.children(tokens, above.features.gather(1, index), depth, top_k)
+
+    root = outputs.children(roots[:, None], outputs.start(), 0, top_k)
+    return grow(roots, root, expand, shape)
+
+
+def _grow_by_kernel(outputs: BlockOutputs, budget: Budget, markov: PackedMarkov) -> Draft:
+    """Return the same as `grow_dynamic` with the children of `BlockOutputs.children`, except for rounding."""
+    sizes = budget.num_nodes, budget.num_steps, budget.top_k
+    tokens, parents, log_probs = grow_corrected(
+        markov, outputs.roots, outputs.hidden, outputs.logits, outputs.start(), outputs.head.hot_token_ids, sizes,
+        budget.min_level_probability,
+    )  # fmt: skip
+    return Draft(TokenTree(tokens, parents, max_depth=budget.num_steps), log_probs)

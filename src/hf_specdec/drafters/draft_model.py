@@ -31,7 +31,7 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.trial_runs import drops_cache
+from hf_specdec.verification.trials import drops_cache
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""

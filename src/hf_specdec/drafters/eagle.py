@@ -1,34 +1,46 @@
 """EAGLE drafting: grow a tree level by level with a draft layer; a dynamic tree keeps its most likely nodes.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for
-dynamic trees. `LayerDrafter` works with any `DraftLayer`: EAGLE heads and MTP modules (`drafters/mtp.py`).
+dynamic trees. MTP modules draft in the same way (`drafters/mtp.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
-from hf_specdec.drafters.draft_layer import DraftLayer
-from hf_specdec.drafters.feature_session import LayerLimits
-from hf_specdec.drafters.layer_session import EagleSession
+from hf_specdec.drafters.features import (
+    DraftGraphs,
+    DraftPlan,
+    Entries,
+    FeatureSession,
+    HeadFunctions,
+    HeadProgram,
+    LayerLimits,
+    committed_for,
+    first_positions,
+)
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.captured import GraphDraftLayer
-from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
-from hf_specdec.trees.draft import Budget
-from hf_specdec.trees.growth import growable, limits_of
+from hf_specdec.heads.stages import Stages, stages_of, traced_stages
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.graphs import Slots
+from hf_specdec.verification.masks import PromptPadding, Window, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -43,17 +55,17 @@ DEFAULT_CHOICES: tuple[Choice, ...] = (
 
 
 class LayerDrafter(Drafter):
-    """Base of the drafters that draft with a `DraftLayer`: an EAGLE head or MTP modules.
+    """Base of the drafters that draft from features: with an EAGLE head, MTP modules or a block head.
 
     Attributes:
         head: The layer.
-        program: Compiled or captured version of the layer, used by sessions instead of `head`; None if there is none.
+        program: How the head runs in compiled or captured form; None: as it is.
         default_num_steps, default_top_k: Depth and width of the tree if neither the call nor the layer's config
             sets them.
     """
 
-    head: DraftLayer
-    program: DraftLayer | None = None
+    head: Any
+    program: HeadProgram | None = None
     default_num_steps = DEFAULT_NUM_STEPS
     default_top_k = DEFAULT_TOP_K
     has_window = True
@@ -66,8 +78,8 @@ class LayerDrafter(Drafter):
     @property
     def copies_target_weights(self) -> bool:
         """Whether a compiled layer holds rows or a packed copy of the target's lm_head, see `lm_head_rows`."""
-        layer = self.program or self.head
-        return layer.shares_lm_head and (layer.hot_token_ids is not None or layer.copies_weights)
+        copies = self.program is not None and self.program.stages.copies_weights
+        return bool(self.head.shares_lm_head and (self.head.hot_token_ids is not None or copies))
 
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
         """Return the largest tree for this config; fields that are None come from the head's config or the defaults.
@@ -89,7 +101,7 @@ class LayerDrafter(Drafter):
             limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None, self.feature_window(config))
         else:
             choices = tuple(validate_choices(tree))
-            limits = LayerLimits(limits_of(choices), choices, self.feature_window(config))
+            limits = LayerLimits(choices_budget(choices), choices, self.feature_window(config))
             for name, wanted, actual in (
                 ("num_draft_tokens", config.num_draft_tokens, limits.budget.num_nodes),
                 ("num_steps", config.num_steps, limits.budget.num_steps),
@@ -118,7 +130,122 @@ class LayerDrafter(Drafter):
         return self._session(target.model, context, self.tree_limits(config))
 
     def _session(self, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> DraftSession:
-        return EagleSession(self.program or self.head, model, context, limits)
+        graphs = None if self.program is None else self.program.graphs
+        return FeatureSession(self.functions(model), self.head, graphs, context, limits)
+
+    def functions(self, model: PreTrainedModel) -> HeadFunctions:
+        """Return what the head computes for a target."""
+        return LayerFunctions.of(self.head, self._stages(model), model)
+
+    def _stages(self, model: PreTrainedModel) -> Stages:
+        return stages_of(self.head, self._lm_head(model)) if self.program is None else self.program.stages
+
+    def _lm_head(self, model: PreTrainedModel) -> nn.Module | None:
+        return lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
+
+    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> LayerDrafter:
+        """See `Drafter.compiled`; if the device has graphs, one graph reads a step and drafts a whole tree."""
+        other, device, lm_head = copy.copy(self), self.head.device, self._lm_head(model)
+        stages = stages_of(self.head, lm_head) if mode == "cuda_graph" else traced_stages(self.head, lm_head, mode)
+        backend = GRAPH_BACKENDS.get(device.type)
+        other.program = HeadProgram(stages, None if backend is None else DraftGraphs(backend(device)))
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFunctions(HeadFunctions):
+    """What a draft layer computes: it reads entries, and grows a tree level by level with its own outputs."""
+
+    stages: Stages
+    embedding: nn.Module
+    hot_token_ids: Tensor | None  # [Vd] target ids of the draft vocabulary; None if it is the target's
+    window: int | None  # number of entries that an entry sees, itself included; longer than trees are deep
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, head: Any, stages: Stages, model: PreTrainedModel) -> LayerFunctions:
+        """Return the functions of a head and a target."""
+        window, embedding = head.config.sliding_window, head.embedding_for(model)
+        return cls(stages, embedding, head.hot_token_ids, window, head.device, head.dtype)
+
+    def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
+        """See `HeadFunctions`; an entry is appended for every expanded node below the root."""
+        if levels is not None:
+            return DraftPlan(levels, levels.num_entries)
+        budget = growable(budget)
+        return DraftPlan(budget, budget.top_k * max(budget.num_steps - 1, 0))
+
+    def read_prompt(self, prompt: Entries, padding: PromptPadding | None, cache: TreeCache) -> Tensor:
+        """See `HeadFunctions`; attention is causal, padding sees only itself."""
+        (rows, width), device = prompt.tokens.shape, prompt.tokens.device
+        entries, mask = torch.arange(width, dtype=torch.long, device=device), None
+        distance = entries[:, None] - entries
+        if padding is not None or (self.window is not None and width > self.window):
+            mask = (distance >= 0)[None].expand(rows, -1, -1)
+            if padding is not None:  # a fully masked row would give NaN
+                mask = mask & padding.valid[:, None] | (distance == 0)
+            if self.window is not None:
+                mask = mask & (distance < self.window)
+            mask = mask[:, None]
+        positions = entries.expand(rows, -1) if padding is None else token_positions(padding)
+        return self._run(prompt.tokens, self._fuse(prompt.features), positions, cache, mask)[:, -1:]
+
+    def read(
+        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
+        padding: PromptPadding | None,
+    ) -> Tensor:  # fmt: skip
+        """See `HeadFunctions`."""
+        width = tokens.shape[1]
+        columns = torch.arange(width, dtype=torch.long, device=tokens.device)
+        places = lengths[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
+        distance = columns[:, None] - columns
+        visible = (distance >= 0) & valid[:, None] | (distance == 0)
+        if self.window is not None:
+            visible = visible & (places[:, :, None] - places[:, None] < self.window)
+        mask = slots.mask(lengths, committed_for(slots, lengths, padding, places, self.window), visible)
+        positions = places if padding is None else places - padding.counts[:, None]
+        outputs = self._run(tokens, self._fuse(features), positions, slots.cache(lengths, 0, width), mask)
+        last = torch.where(valid, columns, 0).amax(-1)[:, None, None]
+        return outputs.gather(1, last.expand(-1, -1, outputs.shape[-1]))
+
+    def draft(
+        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
+        plan: DraftPlan,
+    ) -> Draft:  # fmt: skip
+        """See `HeadFunctions`."""
+        first, top_k = first_positions(lengths, padding), plan.shape.top_k
+
+        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+            count, appended = seen.shape[1:]
+            places = (lengths[:, None] + (depth - 1)).expand(-1, count)
+            mask = slots.mask(lengths, committed_for(slots, lengths, padding, places, self.window), seen)
+            index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
+            hidden, cache = above.features.gather(1, index), slots.cache(lengths, appended - count, count)
+            positions = (first + (depth - 1)).expand(-1, count)
+            return self.score(self._run(tokens, hidden, positions, cache, mask), top_k)
+
+        return grow(roots, self.score(last, top_k), expand, plan.shape)
+
+    def score(self, features: Tensor, top_k: int) -> Level:
+        """Return the `top_k` likeliest children of K nodes with features `[B, K, D]`."""
+        logits = self.stages.score(features.to(self.device, self.dtype)).to(features.device)
+        return scored(features, logits, top_k, self.hot_token_ids)
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        hidden: Tensor = self.stages.fuse(features.to(self.device, self.dtype))
+        return hidden
+
+    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
+        """Run the layer over T new entries and return its outputs `[B, T, D]`, on the device of the tokens."""
+        outputs = self.stages.read(
+            self.embedding(tokens).to(self.device, self.dtype),
+            hidden.to(self.device, self.dtype),
+            positions.to(self.device),
+            cache,
+            None if mask is None else mask.to(self.device),
+        )
+        return outputs.to(tokens.device)
 
 
 class EagleDrafter(LayerDrafter):
@@ -140,16 +267,6 @@ class EagleDrafter(LayerDrafter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
-
-    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> EagleDrafter:
-        """See `Drafter.compiled`; if the device has graphs, a head of one layer grows whole trees in one graph."""
-        lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
-        other, device = copy.copy(self), self.head.device
-        layer = self.head if mode == "cuda_graph" else CompiledDraftLayer.of(self.head, lm_head, mode)
-        other.program = layer
-        if device.type in GRAPH_BACKENDS and self.head.config.num_hidden_layers == 1:
-            other.program = GraphDraftLayer(layer, lm_head, GRAPH_BACKENDS[device.type](device))
-        return other
 
     def bind(self, model: PreTrainedModel) -> None:
         """See `Drafter.bind`."""

@@ -28,9 +28,9 @@ from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.masks import Window
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window
 
 MAX_NODES = 64
 """Default maximum number of nodes in the merged tree, root included."""

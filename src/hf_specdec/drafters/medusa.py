@@ -22,14 +22,14 @@ from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import best_children, choice_parents, choices_within, limits_of
+from hf_specdec.trees.growth import best_children, choice_parents, choices_budget, choices_within
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.features import LAST
+from hf_specdec.verification.masks import Window
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_NODES = 24
 
@@ -109,7 +109,7 @@ class MedusaDrafter(Drafter):
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of the whole tree."""
-        return limits_of(self.choices(config))
+        return choices_budget(self.choices(config))
 
     def feature_window(self, config: SpeculativeConfig) -> Window | None:
         """Return a window of one token, the last of the prompt."""
@@ -132,7 +132,7 @@ class _RankTree:
 
     @classmethod
     def of(cls, choices: Sequence[Choice], device: torch.device) -> _RankTree:
-        paths, limits = validate_choices(choices), limits_of(choices)
+        paths, limits = validate_choices(choices), choices_budget(choices)
         return cls(
             parents=torch.tensor(choice_parents(paths), dtype=torch.long, device=device),
             depths=torch.tensor([len(path) - 1 for path in paths], dtype=torch.long, device=device),

@@ -17,18 +17,17 @@ from transformers import PreTrainedModel
 from hf_specdec.checkpoints.layer_mtp import drops_mtp, target_mtp
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
-from hf_specdec.drafters.draft_layer import Entries
-from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
-from hf_specdec.drafters.feature_session import LayerLimits
-from hf_specdec.drafters.layer_session import EagleSession
+from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter, LayerFunctions
+from hf_specdec.drafters.features import Entries, FeatureSession, LayerLimits, committed_for, first_positions
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.masks import PromptPadding
-from hf_specdec.verification.window import Window, token_positions
+from hf_specdec.verification.graphs import Appended
+from hf_specdec.verification.masks import PromptPadding, Window, token_positions
+from hf_specdec.verification.programs import ExecutionMode
 
 MTP_STEPS = 3
 """Default depth of drafts with a single module, as in FastMTP."""
@@ -124,10 +123,15 @@ class NativeMtpDrafter(LayerDrafter):
     def _session(self, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> DraftSession:
         if self.head.config.num_layers == 1:
             return super()._session(model, context, limits)
-        return _ModulesSession(self.head, model, context, limits)
+        functions = LayerFunctions.of(self.head, self._stages(model), model)
+        return _ModulesSession(functions, self.head, None, context, limits)
+
+    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> NativeMtpDrafter:
+        """Return this drafter: transformers' modules run as they are."""
+        return self
 
 
-class _ModulesSession(EagleSession):
+class _ModulesSession(FeatureSession):
     """A session with L MTP modules, which draft one token each.
 
     For entry t, module k (from 0) reads the token x[t+1+k] and the output of module k-1, for module 0 the target's
@@ -136,11 +140,13 @@ class _ModulesSession(EagleSession):
     """
 
     can_launch = False  # the host must know how many of the last entries to read again
-    _head: NativeMtp
+    _functions: LayerFunctions
 
-    def __init__(self, head: NativeMtp, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> None:
-        super().__init__(head, model, context, limits)
-        self._num_layers = head.config.num_layers
+    def __init__(
+        self, functions: LayerFunctions, head: NativeMtp, graphs: None, context: DraftContext, limits: LayerLimits
+    ) -> None:
+        super().__init__(functions, head, graphs, context, limits)
+        self._head, self._num_layers = head, head.config.num_layers
 
     def propose(self, budget: Budget) -> Draft:
         """Draft a chain, see `DraftSession.propose`."""
@@ -170,10 +176,10 @@ class _ModulesSession(EagleSession):
             indices = torch.arange(width, dtype=torch.long, device=device)
             distance = indices[:known, None] - indices[:known]
             visible = (distance >= 0) & valid[:, None, :known] | (distance == 0)
-            if self._window is not None:
-                visible = visible & (distance < self._window)
+            if self._functions.window is not None:
+                visible = visible & (distance < self._functions.window)
             positions = indices[None, :known] if padding is None else token_positions(padding)[:, :known]
-            hidden = self._fuse(prompt.features[:, :known])
+            hidden = self._functions._fuse(prompt.features[:, :known])
             for layer in range(layers):
                 hidden = self._run_layer(layer, prompt.tokens[:, layer : layer + known], hidden, positions, visible)
             path = torch.arange(known, device=device).expand(rows, -1)
@@ -202,15 +208,15 @@ class _ModulesSession(EagleSession):
         indices = torch.arange(entries.tokens.shape[1], device=device)
         distance = indices[:, None] - indices
         visible = (distance >= 0)[None]  # hides the invalid entries, which come after the valid ones
-        if self._window is not None:
-            visible = visible & (distance < self._window)
-        positions = self._first_positions(len(counts)) + indices
+        if self._functions.window is not None:
+            visible = visible & (distance < self._functions.window)
+        positions = first_positions(self._lengths, self._padding) + indices
         last = (counts - 1).clamp(min=0)
-        hidden, read = self._fuse(entries.features), entries.tokens
+        hidden, read = self._functions._fuse(entries.features), entries.tokens
         tokens, log_probs = [], []
         for layer in range(layers):
             hidden = self._run_layer(layer, read, hidden, positions, visible)
-            best = self._score(hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1])), 1)
+            best = self._functions.score(hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1])), 1)
             tokens.append(best.tokens[:, 0])
             log_probs.append(best.log_probs[:, 0])
             read = read.roll(-1, dims=1).scatter(1, last, tokens[-1])
@@ -222,17 +228,24 @@ class _ModulesSession(EagleSession):
         return torch.cat(tokens, dim=-1), torch.cat(log_probs, dim=-1)
 
     def _run_layer(self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run module number `layer` over T entries; other arguments and result as in `EagleSession._run`."""
-        mask, device = self._mask(positions, visible, len(tokens)), self._device
-        assert mask is not None
-        embeddings = self._embedding(tokens).to(device, self._dtype)
+        """Run module number `layer` over T entries and return its outputs `[B, T, D]`.
+
+        Args:
+            layer: Number of the module.
+            tokens, hidden, positions: `[B, T]`, `[B, T, D]`, `[B or 1, T]`.
+            visible: `[B or 1, T, T]` bool, which of these entries each one sees, in addition to committed ones.
+        """
+        functions, lengths, slots = self._functions, self._lengths, Appended(self._cache)
+        positions = positions.expand(len(tokens), -1)
+        places = positions if self._padding is None else positions + self._padding.counts[:, None]
+        mask = slots.mask(lengths, committed_for(slots, lengths, self._padding, places, functions.window), visible)
         output = self._head.read_layer(
             layer,
-            embeddings,
-            hidden.to(device),
-            positions.expand(len(tokens), -1).to(device),
+            functions.embedding(tokens).to(functions.device, functions.dtype),
+            hidden.to(functions.device),
+            positions.to(functions.device),
             self._cache,
-            mask,
+            mask.to(functions.device),
         )
         return output.to(tokens.device)
 

@@ -19,8 +19,7 @@ from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import best_children
-from hf_specdec.trees.product import likeliest_nodes, reachable
+from hf_specdec.trees.growth import best_children, likeliest_nodes, reachable
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 8

@@ -15,7 +15,7 @@ from hf_specdec.drafters.base import DraftSession
 from hf_specdec.drafters.candidates import DraftedCandidates
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.verification.one_time import one_time_work
+from hf_specdec.verification.memory import one_time_work
 from hf_specdec.verification.step import UnreadStep
 
 LOG_PROB_UNIT = 2.0**-20

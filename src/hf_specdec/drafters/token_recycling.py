@@ -25,7 +25,7 @@ from hf_specdec.atomic import whole_file
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates
-from hf_specdec.drafters.captured_recycling import CapturedRecycling
+from hf_specdec.drafters.captured_recycling import advance_captured
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
@@ -34,6 +34,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.graphs import Graphed
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
@@ -79,7 +80,7 @@ class TokenRecyclingDrafter(Drafter):
         self._width, self._pairs = width, pairs
         self.needs = Needs(prompt_logits=reads_prompt)
         self._kept: list[RecycledTokens | None] = [None]  # a list, to be shared with captured copies
-        self._program: CapturedRecycling | None = None
+        self._program: Graphed | None = None
 
     @property
     def table(self) -> RecycledTokens | None:
@@ -207,14 +208,14 @@ class TokenRecyclingDrafter(Drafter):
         if device.type not in GRAPH_BACKENDS:
             return self
         other = copy.copy(self)
-        other._program = CapturedRecycling(GRAPH_BACKENDS[device.type](device))
+        other._program = Graphed(GRAPH_BACKENDS[device.type](device), "Token recycling")
         return other
 
 
 class _RecyclingSession(LaunchingSession):
     _learn = staticmethod(learn)
 
-    def __init__(self, table: RecycledTokens, context: DraftContext, program: CapturedRecycling | None = None) -> None:
+    def __init__(self, table: RecycledTokens, context: DraftContext, program: Graphed | None = None) -> None:
         super().__init__(context.roots)
         self._table, self._program, ids = table, program, context.input_ids
         self._previous = ids[:, -1] if ids.shape[1] else torch.full_like(context.roots, -1)
@@ -227,7 +228,7 @@ class _RecyclingSession(LaunchingSession):
         """See `LaunchingSession.launch`; if captured, one graph learns from the step and drafts."""
         if self._program is None or budget.is_plain:
             return super().launch(step, budget)
-        advanced = self._program.advance(self._table, step, self._previous, growable(budget))
+        advanced = advance_captured(self._program, self._table, step, self._previous, growable(budget))
         if advanced is None:
             return super().launch(step, budget)
         draft, self._previous = advanced

@@ -29,8 +29,8 @@ from hf_specdec.generation.tracing import trace_step
 from hf_specdec.reporting.stats import EAGER, SpeculationStats
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Draft
+from hf_specdec.verification.memory import one_time_work
 from hf_specdec.verification.model import CACHE_FIELD, text_config
-from hf_specdec.verification.one_time import one_time_work
 from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
 from hf_specdec.verification.target import Target, Verification
 

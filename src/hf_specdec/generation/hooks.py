@@ -18,10 +18,10 @@ from hf_specdec.generation.call import check_token_ids, prepare_call
 from hf_specdec.generation.histories import check_names, remember_answers
 from hf_specdec.generation.plan import Request, plan_call, plan_of, with_programs
 from hf_specdec.generation.state import state_of
-from hf_specdec.verification.adopted_cache import seen_tokens
-from hf_specdec.verification.memory import RESERVED_SLOTS
+from hf_specdec.verification.cache import seen_tokens
+from hf_specdec.verification.memory import ANSWER_SLOTS
 from hf_specdec.verification.model import cache_argument
-from hf_specdec.verification.plain import IN_TRIAL
+from hf_specdec.verification.trials import IN_TRIAL
 
 
 class GenerationHooks:
@@ -92,7 +92,7 @@ class GenerationHooks:
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         check_names(plan.config, batch_size, rows)
         plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)
-        reserve = RESERVED_SLOTS if limit is None else None
+        reserve = ANSWER_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
         if generation_config.cache_implementation == "static" and generation_config.return_dict_in_generate:

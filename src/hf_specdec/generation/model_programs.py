@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.cpu.background import are_kernels_ready
+from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.verification.captured_greedy import CapturedGreedy

@@ -32,13 +32,13 @@ from hf_specdec.acceptance import rules
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
-from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
+from hf_specdec.verification.cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.length_bounds import LengthBounds
+from hf_specdec.verification.masks import LengthBounds
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
 from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
-from hf_specdec.verification.trial_runs import drops_cache
+from hf_specdec.verification.trials import drops_cache
 
 KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.acceptance.paths import Acceptance
-from hf_specdec.verification.adopted_cache import layer_windows
+from hf_specdec.verification.cache import layer_windows
 from hf_specdec.verification.target import Verification
 
 

@@ -37,10 +37,10 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.plain import NO_TOKEN, ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.trials import NO_TOKEN, ordinary_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.rotary import rotate
-from hf_specdec.verification import kernels
-from hf_specdec.verification.cpu_attention import append_and_attend
+from hf_specdec.verification import tree_attention
+from hf_specdec.verification.tree_attention import append_and_attend
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`attend(query [B, H, T, d], key [B, G, T, d], value [B, G, T, d]) -> [B, H, T, d]`; T new entries, G divides H."""
@@ -126,7 +126,7 @@ def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
         keys, values = cache.update(key, value, layer)
         if mask is None:
             return attend_causally(query, keys, values)
-        if not kernels.calls_kernel_directly(query.device):
+        if not tree_attention.calls_kernel_directly(query.device):
             return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         return _attend_packed(query, keys, values, mask)
 
@@ -134,16 +134,16 @@ def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return the attention of `kernels.attend`, with the arguments of `Attend` and a mask `[B, 1, T, S]`.
+    """Return the attention of `attend_packed`, with the arguments of `Attend` and a mask `[B, 1, T, S]`.
 
-    With a mask and `enable_gqa`, SDPA would use cuDNN's kernel (see `kernels.py`) or materialize all scores.
+    With a mask and `enable_gqa`, SDPA would use cuDNN's kernel or materialize all scores.
     """
     groups = query.shape[1] // key.shape[1]
     if query.shape[2] > MAX_PACKED_QUERIES and groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         groups = 1
-    masks = functools.partial(kernels.packed_mask, mask, groups, query.dtype)
-    return kernels.attend(query, key, value, masks, None).transpose(1, 2)
+    masks = functools.partial(tree_attention.packed_mask, mask, groups, query.dtype)
+    return tree_attention.attend_packed(query, key, value, masks, None).transpose(1, 2)
 
 
 class AlignedAttention:

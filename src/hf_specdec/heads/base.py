@@ -21,11 +21,11 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
 from hf_specdec.heads.embedding import EmbeddingSharing
-from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
 from hf_specdec.heads.vocabulary import HotTokens
 from hf_specdec.records import path_of
+from hf_specdec.verification.cache import TreeCache
 
 NATIVE_LAYOUT = "hf-specdec"
 """Name of the layout that `save_pretrained` writes."""
@@ -231,7 +231,7 @@ UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_desc
 """Arguments for the upload, which are not passed on to transformers' `save_pretrained`."""
 
 
-class EagleFamilyHead(EmbeddingSharing, BaseDraftLayer, DraftHead):
+class EagleFamilyHead(EmbeddingSharing, DraftHead):
     """Base class of EAGLE heads and MTP modules, which read features of the target and embeddings of tokens."""
 
     method = "eagle"
@@ -249,6 +249,10 @@ class EagleFamilyHead(EmbeddingSharing, BaseDraftLayer, DraftHead):
     def fuse(self, features: Tensor) -> Tensor:
         """Map the target's features `[..., layers * Dt]` to hidden states `[..., D]`; here the identity."""
         return features
+
+    def new_cache(self, reserve: int) -> TreeCache:
+        """Return a cache with one layer per draft layer for one call; it keeps `reserve` free slots after the text."""
+        return TreeCache([None], capacity=0, reserve=reserve)
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Set the feature layers for a target with `depth` layers if the config names none; here nothing to do."""

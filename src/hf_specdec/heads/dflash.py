@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.heads.block import BaseBlockHead
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
@@ -98,7 +96,7 @@ def default_layers(depth: int, num_draft_layers: int) -> list[int]:
     return [round(1 + i * (depth - 4) / (num_draft_layers - 1)) + 1 for i in range(num_draft_layers)]
 
 
-class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
+class DFlashHead(EmbeddingSharing, DraftHead):
     """A block head: layers whose queries are the slots `[root, mask, ..., mask]`.
 
     Every layer attends to the context and to the block. The context of a verified token p is
@@ -112,8 +110,6 @@ class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
     method = "dflash"
     config_class = DFlashConfig
     _no_split_modules = ("EagleLayer",)
-    packed_markov: PackedMarkov | None = None
-    """The Markov head's weights for the CPU kernel; compiled heads have them."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -184,9 +180,6 @@ class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
         """Return a cache with one layer per draft layer for one call; it keeps `reserve` free slots after the text."""
         return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
-    def release(self, cache: Cache) -> None:
-        """Release a cache whose call has ended; here nothing to do."""
-
     def num_forwards(self, num_steps: int) -> int:
         """Return 1: one forward drafts all levels."""
         return 1
@@ -206,17 +199,6 @@ class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
         rotary = self.rotary_emb(context, position_ids)
         attentions: list[DraftAttention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
         return [attention.keys_and_values(context, rotary) for attention in attentions]
-
-    def append_context(self, features: Tensor, position_ids: Tensor, cache: Cache) -> None:
-        """Append the keys and values of T verified tokens to the cache.
-
-        Args:
-            features: `[B, T, layers * D]` the target's features.
-            position_ids: `[B, T]`.
-            cache: Cache from `new_cache`.
-        """
-        for number, (keys, values) in enumerate(self.context_states(self.fuse(features), position_ids)):
-            cache.update(keys, values, number)
 
     def forward(self, token_embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Return the normalized outputs `[B, T, D]` of the slots of one or more blocks.
@@ -313,3 +295,35 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError(f"`markov_head_type` must be one of {MARKOV_TYPES}, got {config.markov_head_type!r}.")
     if config.confidence_with_markov and not (config.confidence_head and config.markov_rank):
         raise InvalidConfigError("`confidence_with_markov` needs `confidence_head` and a `markov_rank` above 0.")
+
+
+def block_masks(head: DFlashHead, visible: Tensor, lengths: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return for each layer which committed slots and which slots of the block a block behind them sees.
+
+    Args:
+        head: A block head.
+        visible: `[B, L]` bool, committed slots that hold tokens of the row.
+        lengths: `[B]` committed slots of each row, padding included.
+        size: Slots S of the block.
+
+    Returns:
+        For each layer `[B, S, L]` and `[S, S]` bool.
+    """
+    slots = torch.arange(size, dtype=torch.long, device=lengths.device)
+    behind = slots[:, None] - slots
+    masks: dict[int | None, tuple[Tensor, Tensor]] = {}
+    for window in head.layer_windows:
+        if window in masks:
+            continue
+        causal = head.config.causal if window is None else head.config.sliding_causal
+        block = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+        seen = visible[:, None].expand(-1, size, -1)
+        if window is not None:
+            columns = torch.arange(visible.shape[1], dtype=torch.long, device=lengths.device)
+            distance = lengths[:, None, None] + slots[:, None] - columns
+            if head.config.window_from_anchor:
+                seen = seen & (distance[:, :1] <= window)
+            else:
+                seen, block = seen & (distance < window), block & (behind.abs() < window)
+        masks[window] = seen, block
+    return [masks[window] for window in head.layer_windows]

@@ -3,8 +3,8 @@
 Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (ICML 2024,
 https://arxiv.org/abs/2401.15077); EAGLE-2 (https://arxiv.org/abs/2406.16858) uses the same weights.
 
-The drafter (`drafters/eagle.py`) and the training (`training/eagle.py`) call the same `forward`, which maps embeddings
-and hidden states ("features" in the paper) to hidden states. EAGLE-3 (`heads/eagle3.py`) has the same methods.
+`drafters/eagle.py` and `training/eagle_objective.py` call the same `forward`, which maps embeddings and hidden states
+("features" in the paper) to hidden states. EAGLE-3 (`heads/eagle3.py`) has the same methods.
 """
 
 from __future__ import annotations

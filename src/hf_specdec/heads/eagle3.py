@@ -206,7 +206,7 @@ class Eagle3Head(EagleFamilyHead):
         self.reading = reading
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """See `BaseDraftLayer`; the cache has one layer per draft layer."""
+        """See `EagleFamilyHead`."""
         return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
     def share_embedding(self, model: PreTrainedModel) -> None:

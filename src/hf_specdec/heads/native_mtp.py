@@ -16,7 +16,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
-from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.transformers_private import attention_name, unexpected_keys
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST
@@ -40,7 +39,7 @@ class NativeMtpConfig:
     draft_vocab_size: None = None
 
 
-class NativeMtp(BaseDraftLayer):
+class NativeMtp:
     """The MTP modules of one model; the constructor reads the config only, `bind` loads the weights.
 
     Args:
@@ -107,7 +106,7 @@ class NativeMtp(BaseDraftLayer):
                     part.to(model.dtype)
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """See `BaseDraftLayer`; the cache has one layer per module."""
+        """See `EagleFamilyHead`; the cache has one layer per module."""
         return TreeCache([None] * self.config.num_layers, capacity=0, reserve=reserve)
 
     def embedding_for(self, model: PreTrainedModel) -> nn.Module:

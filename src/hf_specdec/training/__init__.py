@@ -3,26 +3,30 @@
 This package does not import the decoding loop.
 """
 
-from hf_specdec.training.arguments import head_arguments
-from hf_specdec.training.conversations import (
+from hf_specdec.training.block_objective import DFlashTrainingConfig, train_dflash
+from hf_specdec.training.data import (
     Conversation,
+    Prompt,
     drop_near_duplicates,
     hold_out,
+    invented_prompts,
     most_frequent_tokens,
     read_conversations,
+    read_prompts,
 )
-from hf_specdec.training.dflash import DFlashTrainingConfig, train_dflash
-from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
-from hf_specdec.training.eagle import EagleTrainingConfig, train_eagle
-from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes, openings
-from hf_specdec.training.first_layer import start_first_layer
-from hf_specdec.training.from_target import start_block_from_target, start_from_target
-from hf_specdec.training.measures import predicted_tau
-from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
-from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
-from hf_specdec.training.prompts import Prompt, read_prompts
-from hf_specdec.training.runs import check_same_run, run_facts
+from hf_specdec.training.distillation import DistillConfig, distill
+from hf_specdec.training.eagle_objective import EagleTrainingConfig, train_eagle
+from hf_specdec.training.feature_store import FeatureStore, capture_features, feature_bytes, openings
+from hf_specdec.training.medusa_objectives import (
+    Medusa2TrainingConfig,
+    MedusaTrainingConfig,
+    train_medusa,
+    train_medusa2,
+)
+from hf_specdec.training.objectives import predicted_tau
+from hf_specdec.training.run_setup import check_same_run, head_arguments, run_facts
 from hf_specdec.training.servers import ServerTeacher
+from hf_specdec.training.starts import start_block_from_target, start_first_layer, start_from_target
 from hf_specdec.training.tree_search import TreeSearch, find_tree, search_tree
 from hf_specdec.verification.features import LAST
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import Any
@@ -17,6 +17,12 @@ HIDDEN_COLUMNS = ("total_flos", "epoch")
 
 COLUMN_WIDTH = 9
 """Minimum width of a column in characters."""
+
+HEADINGS = {"learning_rate": "rate", "grad_norm": "gradient", "predicted_tau": "tau"}
+"""Headings of log values whose names are too long."""
+
+TICK_SECONDS = 1.0
+"""Seconds between two updates of a bar's clock."""
 
 
 class TableCallback(TrainerCallback):
@@ -52,13 +58,13 @@ class TableCallback(TrainerCallback):
         if "loss" not in values:
             return
         row = {"step": state.global_step, **values}
+        headings = [HEADINGS.get(name, name.replace("top1_accuracy_", "top-1 @")) for name in row]
         if list(row) != self._names:
             self._names = list(row)
-            self._write(f"{_heading(name):>{COLUMN_WIDTH}}" for name in row)
-        self._write(f"{_text(value):>{max(COLUMN_WIDTH, len(_heading(name)))}}" for name, value in row.items())
-
-    def _write(self, cells: Iterable[str]) -> None:
-        print_line("  ".join(cells))
+            print_line("  ".join(f"{heading:>{COLUMN_WIDTH}}" for heading in headings))
+        texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
+        widths = [max(COLUMN_WIDTH, len(heading)) for heading in headings]
+        print_line("  ".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the bar."""
@@ -71,25 +77,32 @@ class TableCallback(TrainerCallback):
             self._bar.close()
 
 
-TICK_SECONDS = 1.0
-"""Seconds between two updates of a bar's clock."""
+def show_progress(trainer: Trainer) -> TableCallback:
+    """Replace transformers' progress output with a `TableCallback`, or with nothing if `disable_tqdm` is set."""
+    table = TableCallback()
+    if trainer.args.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+    else:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(table)
+    return table
 
 
 @contextmanager
 def ticking(bar: Any) -> Iterator[None]:
-    """Context manager that redraws a bar once per second, so that its clock runs during a long step.
+    """Redraw a bar once per second, so that its clock runs during a long step.
 
     Does nothing if stderr is not a terminal, where every update would be a line.
     """
+    if bar.disable or not sys.stderr.isatty():
+        yield
+        return
     ended = Event()
 
     def redraw() -> None:
         while not ended.wait(TICK_SECONDS):
             bar.refresh()
 
-    if bar.disable or not sys.stderr.isatty():
-        yield
-        return
     thread = Thread(target=redraw, daemon=True)
     thread.start()
     try:
@@ -99,43 +112,6 @@ def ticking(bar: Any) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def clock(text: str) -> Iterator[None]:
-    """Context manager that shows a line with a clock while its block runs, if stderr is a terminal."""
-    silent = not sys.stderr.isatty()
-    with tqdm(desc=text, bar_format="{desc} {elapsed}", leave=False, disable=silent) as bar, ticking(bar):
-        yield
-
-
 def print_line(text: str) -> None:
     """Print a line above the bar, to stderr because stdout is for results."""
     tqdm.write(text, file=sys.stderr)
-
-
-def _heading(name: str) -> str:
-    """Return the column heading for the name of a log value; names without a short form are returned as they are.
-
-    Example: `top1_accuracy_2` gives "top-1 @2".
-    """
-    if name.startswith("top1_accuracy_"):
-        return f"top-1 @{name.rsplit('_', 1)[1]}"
-    return {"learning_rate": "rate", "grad_norm": "gradient", "predicted_tau": "tau"}.get(name, name)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def show_progress(trainer: Trainer) -> TableCallback:
-    """Replace transformers' progress output with a `TableCallback`, or with nothing if `disable_tqdm` is set.
-
-    Returns:
-        The callback; with `disable_tqdm` it is not registered and shows nothing.
-    """
-    table = TableCallback()
-    if trainer.args.disable_tqdm:
-        trainer.remove_callback(PrinterCallback)
-    else:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(table)
-    return table

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.heads.base import portable_name
@@ -87,7 +86,8 @@ class ModelTeacher(Teacher):
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
         super().__init__()
         self.model, self._batch_size = model, batch_size
-        self.end_ids = _ids(model.generation_config.eos_token_id)
+        end = model.generation_config.eos_token_id
+        self.end_ids = [] if end is None else [end] if isinstance(end, int) else list(end)
         name = model_name(model.config)
         self.name = portable_name(name) or Path(name).name
 
@@ -104,7 +104,9 @@ class ModelTeacher(Teacher):
         weights = hashlib.sha256()
         for parameter in sampled:
             if not parameter.is_meta:
-                weights.update(_sample(parameter).numpy().tobytes())
+                flat = parameter.detach().flatten()
+                some = flat[:: max(len(flat) // SAMPLED_WEIGHTS, 1)][:SAMPLED_WEIGHTS]
+                weights.update(some.float().cpu().numpy().tobytes())
         return {"model": self.name, "dtype": str(self.model.dtype), "weights": weights.hexdigest()[:16]}
 
     def check(self, prompt: list[int]) -> None:
@@ -125,7 +127,8 @@ class ModelTeacher(Teacher):
                 torch.manual_seed(seed_of(f"{label}/{start}"))
                 answers = self._continue([prompts[index] for index in chosen], temperature, max_new_tokens)
             for index, answer in zip(chosen, answers, strict=True):
-                found[index] = answer
+                end = next((place + 1 for place, token in enumerate(answer) if token in self.end_ids), None)
+                found[index] = answer[:end]
         return found
 
     def _continue(self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int) -> list[list[int]]:
@@ -135,24 +138,15 @@ class ModelTeacher(Teacher):
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device="cpu")
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         output = self.model.generate(
-            input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device),
-            max_new_tokens=max_new_tokens, pad_token_id=pad, **(sampling if temperature else {"do_sample": False}),
-        )  # fmt: skip
-        answers = output[:, width:].tolist()
-        ends = [next((i + 1 for i, token in enumerate(answer) if token in self.end_ids), None) for answer in answers]
-        return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            **(sampling if temperature else {"do_sample": False}),
+        )
+        return output[:, width:].tolist()
 
 
 def seed_of(label: str) -> int:
     """Derive a 56-bit seed from a label; equal labels give equal seeds in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big")
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    """Return up to `SAMPLED_WEIGHTS` evenly spaced weights of a parameter in float32, on the CPU."""
-    flat = parameter.detach().flatten()
-    return flat[:: max(len(flat) // SAMPLED_WEIGHTS, 1)][:SAMPLED_WEIGHTS].float().cpu()
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -7,31 +7,33 @@ from __future__ import annotations
 
 import copy
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Sampler
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction, SchedulerType
 
 from hf_specdec.atomic import directory_lock, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.training.batches import SeededLengthSampler, as_dataset, collate, columns_of, with_features
-from hf_specdec.training.conversations import check_tokens
-from hf_specdec.training.estimate import estimate_run
-from hf_specdec.training.features import FeatureStore, TrainingData
-from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
-from hf_specdec.training.modes import check_trainable, training_modes
-from hf_specdec.training.progress import clock, print_line, show_progress
-from hf_specdec.training.runs import (
+from hf_specdec.training.data import check_tokens
+from hf_specdec.training.feature_store import FeatureStore, TrainingData, as_dataset, collate, openings, with_features
+from hf_specdec.training.objectives import Counts, HeadLoss, Objective, predicted_tau
+from hf_specdec.training.progress import print_line, show_progress, ticking
+from hf_specdec.training.run_setup import (
     RUN_NAME,
     check_processes,
     check_same_run,
@@ -41,53 +43,29 @@ from hf_specdec.training.runs import (
     run_facts,
 )
 from hf_specdec.validation import check_type
-from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import text_config
 
 HELD_OUT_TAU = "greedy chains on held-out conversations"
 """Key of the tau (tokens per target forward) on held-out conversations in `head.config.tau`."""
 
 
-class Objective(nn.Module, ABC):
-    """Base class of training objectives: a module that contains a head and computes its loss.
+class SeededLengthSampler(LengthGroupedSampler):
+    """Sampler that puts conversations of similar length in one batch, in a random order given by seed and epoch.
 
-    Attributes:
-        head: The head to train.
-        layers: Indices of the target's hidden states that `forward` reads. The last is `LAST`, from which the labels
-            are computed. Empty if the objective runs the target itself.
-        learning_rate_multiplier: Factor on the learning rate of the head's parameters.
-        progress: Fraction of the run that is done, 0 to 1; set by the trainer.
-        recipe: The objective's settings, a dataclass.
+    A run resumed in a later epoch sees the same order as an uninterrupted one, unlike with transformers' sampler.
     """
 
-    head: Any
-    recipe: Any
-    layers: tuple[int, ...] = (LAST,)
-    learning_rate_multiplier: float = 1.0
-    progress: float = 0.0
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self._seed, self._epoch = seed, 0
 
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that determines the order; the Trainer calls this at the start of each epoch."""
+        self._epoch = epoch
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the head's inputs: float32, or float64 for float64 weights."""
-        return torch.promote_types(next(self.head.parameters()).dtype, torch.float32)
-
-    @abstractmethod
-    def forward(
-        self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
-    ) -> HeadLoss:
-        """Return the loss of right-padded conversations, with counts of correct drafted tokens if requested.
-
-        Args:
-            input_ids: `[B, T]`.
-            loss_mask: `[B, T]` True at answers.
-            lengths: `[B]` number of tokens without padding.
-            features: `[B, T, layers * D]` hidden states of the target.
-            measure: R, number of top drafted tokens to compare with the target's greedy choice; 0 measures nothing.
-        """
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return super().__iter__()
 
 
 class HeadTrainer(Trainer):
@@ -112,21 +90,22 @@ class HeadTrainer(Trainer):
         self, objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments,
         held_out: TrainingData | None = None,
     ) -> None:  # fmt: skip
-        dataset = as_dataset(data)
+        dataset = as_dataset(data, objective.layers)
         if not dataset.lengths:
             raise InvalidConfigError("There are no conversations to train on.")
         arguments = copy.copy(arguments)
         arguments.remove_unused_columns = False  # objectives read all columns
         super().__init__(
-            model=objective, args=arguments, train_dataset=dataset,
+            model=objective,
+            args=arguments,
+            train_dataset=dataset,
             data_collator=partial(collate, vocab_size=int(text_config(target).vocab_size)),
-            eval_dataset=None if held_out is None else as_dataset(held_out), compute_metrics=_metrics,
-        )  # fmt: skip
+            eval_dataset=None if held_out is None else as_dataset(held_out, objective.layers),
+            compute_metrics=_metrics,
+        )
         self.progress = show_progress(self)
         self._objective, self._target = objective, target
         self._tensor_names = frozenset(objective.state_dict())  # before FSDP wraps the objective and renames them
-        self._columns = columns_of(data, objective.layers)
-        self._held_out_columns = None if held_out is None else columns_of(held_out, objective.layers)
         self._right: Tensor | float = 0.0
         self._counted: Tensor | float = 0.0
 
@@ -137,7 +116,7 @@ class HeadTrainer(Trainer):
 
         Sets the objective's `progress`, and counts correct drafted tokens for `log` if this step is logged.
         """
-        inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
+        inputs = with_features(inputs, self._target, self._objective.layers)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         outputs: HeadLoss = model(**inputs, measure=int(measure))
@@ -149,7 +128,7 @@ class HeadTrainer(Trainer):
     def rehearse(self, numbers: Sequence[int]) -> Tensor:
         """Return the loss of the training conversations with these indices, for an estimate before the run."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
-        inputs = with_features(batch, self._target, self._objective.layers, self._columns)
+        inputs = with_features(batch, self._target, self._objective.layers)
         self._objective.progress = 1.0  # the last steps are the slowest; training sets it again
         with torch.random.fork_rng(), self.accelerator.autocast():
             outputs: HeadLoss = self._objective(**inputs)
@@ -159,8 +138,7 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, predictions and labels of a held-out batch; the last two are both its counts `[1, K, 4]`."""
-        batch, layers = self._prepare_inputs(inputs), self._objective.layers
-        inputs = with_features(batch, self._target, layers, self._held_out_columns)
+        inputs = with_features(self._prepare_inputs(inputs), self._target, self._objective.layers)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: HeadLoss = model(**inputs, measure=1)
         assert outputs.counts is not None
@@ -179,17 +157,15 @@ class HeadTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimiser; if the head's learning rate differs, it gets its own parameter group."""
         factor = self._objective.learning_rate_multiplier
-        if self.optimizer is None and factor != 1.0:
-            trained = [(n, p) for n, p in self._objective.named_parameters() if p.requires_grad]
-            make, options = self.get_optimizer_cls_and_kwargs(self.args, self._objective)
-            rates = {True: options["lr"] * factor, False: options["lr"]}
-            groups = [
-                {"params": [p for n, p in trained if n.startswith("head.") is of_head], "lr": rates[of_head]}
-                for of_head in (True, False)
-            ]
-            self.optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **options)
-            return self.optimizer
-        return super().create_optimizer()
+        if self.optimizer is not None or factor == 1.0:
+            return super().create_optimizer()
+        make, options = self.get_optimizer_cls_and_kwargs(self.args, self._objective)
+        trained = [pair for pair in self._objective.named_parameters() if pair[1].requires_grad]
+        of_head = [parameter for name, parameter in trained if name.startswith("head.")]
+        others = [parameter for name, parameter in trained if not name.startswith("head.")]
+        groups = [{"params": of_head, "lr": options["lr"] * factor}, {"params": others, "lr": options["lr"]}]
+        self.optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **options)
+        return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the objective's weights from a checkpoint; under FSDP, transformers loads them into `model`.
@@ -218,17 +194,14 @@ class HeadTrainer(Trainer):
         self._objective.load_state_dict(tensors, strict=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load as transformers does; raise `CheckpointFormatError` if a file is damaged."""
         with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load as transformers does; raise `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load as transformers does; raise `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_scaler(checkpoint)
 
@@ -238,8 +211,7 @@ class HeadTrainer(Trainer):
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             return SeededLengthSampler(size, self.train_dataset.lengths, seed)
-        sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
-        return sampler
+        return super()._get_train_sampler(train_dataset)
 
 
 def _metrics(gathered: EvalPrediction) -> dict[str, float]:
@@ -248,56 +220,72 @@ def _metrics(gathered: EvalPrediction) -> dict[str, float]:
     return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
 
 
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+@contextmanager
+def training_modes() -> Iterator[None]:
+    """Context manager and decorator: gradients, no inference mode, new tensors on the CPU by default, no denormals.
+
+    The Trainer and its DataLoader draw seeds and orders on the CPU, which torch refuses if `torch.set_default_device`
+    names another device. Sharp attention has denormal weights and gradients (in float32 below 1e-38), and processors
+    multiply them far more slowly than others. Worker threads keep their mode: train with one process per core
+    (`accelerate launch`), not one process of several threads.
+    """
+    on_cpu = torch.get_default_device().type == "cpu"
+    device = nullcontext() if on_cpu else torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), device:
+        # torch has no function that returns the mode
+        flushed = bool(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 0.5 == 0)
+        torch.set_flush_denormal(True)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(flushed)
+
+
 @training_modes()
 def fit(
     objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool,
     held_out: TrainingData | None = None,
 ) -> Any:  # fmt: skip
-    """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
+    """Train an objective's head in place and return it; see `train_eagle` for arguments, result and errors.
 
     The head is converted to float32, and `recipe`, `tau` and (if it has one) `trained_length` of its config are set;
     the latter stays that of an earlier run if that had longer texts. Unless `disable_tqdm` is set or FSDP is used, an
     estimate of the run is printed first.
-
-    Args:
-        objective, target, data, arguments, held_out: See `HeadTrainer`. With `load_best_model_at_end` in the arguments
-            (`head_arguments(..., held_out=True)` sets it), the head gets the weights of the checkpoint with the
-            best metric on `held_out`.
-        resume: Resume from the last complete checkpoint in `arguments.output_dir`, if there is one.
-
-    Returns:
-        The head. Under FSDP, which shards the weights, a new head: with the gathered weights on the main process,
-        untrained on the others.
-
-    Raises:
-        InvalidConfigError: FSDP in a single process, weights created in inference mode, no conversations, token ids
-            outside the target's vocabulary, features that lack a layer, an output directory in use by another
-            process, or a resumed run that had another head, settings or data.
-        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
-        DrafterMismatchError: The head was made for another model.
     """
+    answer_tokens = getattr(objective.recipe, "answer_tokens", 0)
+    data, held_out = openings(data, answer_tokens), None if held_out is None else openings(held_out, answer_tokens)
     check_type("arguments", arguments, TrainingArguments, "head_arguments(folder, {...}) makes them.")
     objective.head.check_sizes(text_config(target))
     for conversations in (data, held_out):
         if not isinstance(conversations, FeatureStore | None):
             check_tokens(conversations, int(text_config(target).vocab_size))
-    check_trainable(objective.head, target)
+    for name, model in (("head", objective.head), ("target", target)):
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise InvalidConfigError(
+                f"The {name}'s weights were created in `torch.inference_mode()`, which allows no gradients.",
+                f"Load or create the {name} outside that mode.",
+            )
     check_processes(arguments)
     objective.head.float()  # half precision would round small updates away
-    checkpoint = last_checkpoint(Path(arguments.output_dir)) if resume else None
-    facts = run_facts(objective.head, objective.recipe, as_dataset(data).lengths)
-    if checkpoint is not None:
-        check_same_run(Path(arguments.output_dir), facts)
+    output = Path(arguments.output_dir)
+    checkpoint = last_checkpoint(output) if resume else None
     trainer = HeadTrainer(objective, target, data, arguments, held_out)
-    if trainer.is_world_process_zero() and not arguments.disable_tqdm and not trainer.is_fsdp_enabled:
+    facts = run_facts(objective.head, objective.recipe, trainer.train_dataset.lengths)
+    if checkpoint is not None:
+        check_same_run(output, facts)
+    is_main = trainer.is_world_process_zero()
+    if is_main and not arguments.disable_tqdm and not trainer.is_fsdp_enabled:
         done = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
-        with clock("Timing three batches"):
+        layout, silent = "{desc} {elapsed}", not sys.stderr.isatty()
+        with tqdm(desc="Timing three batches", bar_format=layout, leave=False, disable=silent) as bar, ticking(bar):
             run = estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)
         print_line(str(run))
-    if checkpoint is None and trainer.is_world_process_zero():
-        write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
-    lock = directory_lock(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
-    with closing(trainer.progress), lock:
+    if checkpoint is None and is_main:
+        write_text(output / RUN_NAME, json.dumps(facts, indent=1))
+    with closing(trainer.progress), directory_lock(output, "train") if is_main else nullcontext():
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
     _describe_run(objective, trainer)
@@ -312,34 +300,117 @@ def fit(
 
 
 def _describe_run(objective: Objective, trainer: HeadTrainer) -> None:
-    """Set `recipe`, `tau` and, if it has one, `trained_length` of the head's config."""
-    config, lengths, row = objective.head.config, trainer.train_dataset.lengths, _evaluation(trainer)
-    config.recipe = _recipe(objective, len(lengths), trainer)
-    config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
+    """Set `recipe`, `tau` and, if it has one, `trained_length` of the head's config, for its model card."""
+    arguments, config, lengths = trainer.args, objective.head.config, trainer.train_dataset.lengths
+    log = trainer.state.log_history
+    rows = [row for row in log if "eval_tau" in row]
+    if arguments.load_best_model_at_end and trainer.state.best_model_checkpoint:
+        rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows
+    taus = [row["predicted_tau"] for row in log if "predicted_tau" in row]
+    config.recipe = {
+        "objective": type(objective).__name__,
+        "conversations": len(lengths),
+        "optimiser steps": trainer.state.global_step,
+        "batch": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
+        **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
+        **({"predicted tau at the end, on training batches": round(taus[-1], 2)} if taus else {}),
+        **({"weights of step": rows[-1]["step"]} if rows else {}),
+    }
+    config.tau = {HELD_OUT_TAU: round(rows[-1]["eval_tau"], 2)} if rows else None
     if hasattr(config, "trained_length"):
         config.trained_length = max(*lengths, config.trained_length or 0)
 
 
-def _evaluation(trainer: Trainer) -> dict[str, Any]:
-    """Return the log entry of the best evaluation if its checkpoint was loaded, else of the last one, or {}."""
-    rows = [row for row in trainer.state.log_history if "eval_tau" in row]
-    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
-        rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows
-    return rows[-1] if rows else {}
+# -------------------------------------------------------------------------------------------------------- its estimate
+
+ADAM_BYTES = 12
+"""Bytes per trained parameter in a checkpoint: the weight and Adam's two moments in float32."""
+
+GRADIENT_BYTES = 12
+"""Bytes per trained parameter in memory, in addition to the weight: gradient and Adam's two moments in float32."""
 
 
-def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
-    """Return the facts of a run for the head's model card."""
-    arguments = trainer.args
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    taus = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
-    return {
-        "objective": type(objective).__name__,
-        "conversations": num_conversations,
-        "optimiser steps": trainer.state.global_step,
-        "batch": batch,
-        "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
-        **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
-        **({"predicted tau at the end, on training batches": round(taus[-1], 2)} if taus else {}),
-        **({"weights of step": row["step"]} if (row := _evaluation(trainer)) else {}),
-    }
+@dataclass(frozen=True, slots=True)
+class RunEstimate:
+    """Estimated cost of a training run."""
+
+    num_steps: int  # optimiser steps that remain to be done
+    seconds_per_step: float
+    memory_bytes: int  # memory of the accelerator, or of the process on a CPU
+    disk_bytes: int  # for the checkpoints kept at the same time
+
+    def __str__(self) -> str:
+        seconds = self.num_steps * self.seconds_per_step
+        hours, minutes = divmod(math.ceil(seconds / 60), 60)
+        duration = f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+        if seconds < 60:
+            duration = f"{math.ceil(seconds)} s"
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        return (
+            f"{steps} of {self.seconds_per_step:.2g} s: about {duration}; "
+            f"{self.memory_bytes / 1e9:.1f} GB of memory, {self.disk_bytes / 1e9:.2f} GB of disk for checkpoints."
+        )
+
+
+def estimate_run(
+    rehearse: Callable[[Sequence[int]], Tensor],
+    trained: nn.Module,
+    lengths: Sequence[int],
+    arguments: TrainingArguments,
+    num_done: int,
+) -> RunEstimate:
+    """Estimate a run by timing two batches, of median length and of the longest conversations.
+
+    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter is changed.
+
+    Args:
+        rehearse: Returns the loss of a batch, given the indices of its conversations.
+        trained: Module with the trained parameters; their gradients are cleared.
+        lengths: Number of tokens of each conversation.
+        arguments: Training arguments of the run.
+        num_done: Optimiser steps already done, if the run resumes.
+    """
+    batch = arguments.per_device_train_batch_size
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number])
+    middle = max((len(order) - batch) // 2, 0)
+    memory, points = 0, []
+    for numbers in (order[middle : middle + batch], order[middle : middle + batch], order[-batch:]):  # first: warm-up
+        begin = time.perf_counter()
+        loss = rehearse(numbers)
+        memory = max(memory, _memory_in_use(loss.device))  # all activations are in memory now
+        if loss.requires_grad:
+            loss.backward()
+        float(loss.detach())  # waits for the accelerator
+        points.append((max(lengths[number] for number in numbers), time.perf_counter() - begin))
+        trained.zero_grad(set_to_none=True)
+    (_, (short, fast), (long, slow)) = points
+    slope = max(slow - fast, 0.0) / (long - short) if long > short else 0.0
+    seconds = max(fast + slope * (sum(lengths) / len(lengths) - short), 0.0)
+    num_parameters = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
+    steps = num_steps_of(arguments, len(lengths))
+    kept = min((arguments.save_total_limit or steps) + 1, max(math.ceil(steps / max(arguments.save_steps, 1)), 1))
+    return RunEstimate(
+        num_steps=max(steps - num_done, 0),
+        seconds_per_step=seconds * arguments.gradient_accumulation_steps,
+        memory_bytes=memory + GRADIENT_BYTES * num_parameters,
+        disk_bytes=0 if arguments.save_strategy == "no" else kept * ADAM_BYTES * num_parameters,
+    )
+
+
+def num_steps_of(arguments: TrainingArguments, num_conversations: int) -> int:
+    """Return the number of optimiser steps of a whole run."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    per_epoch = math.ceil(num_conversations / (arguments.per_device_train_batch_size * arguments.world_size))
+    updates = max(math.ceil(per_epoch / arguments.gradient_accumulation_steps), 1)
+    return math.ceil(arguments.num_train_epochs * updates)
+
+
+def _memory_in_use(device: torch.device) -> int:
+    """Return the bytes that torch has allocated on `device`; if it does not report them, those of the process."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    for name in ("memory_allocated", "current_allocated_memory"):  # the second is MPS's name
+        if hasattr(module, name):
+            return int(getattr(module, name)())
+    return int(psutil.Process().memory_info().rss)

@@ -8,7 +8,7 @@ chosen, by the measured cost of drafting and verifying trees of several sizes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,37 +21,19 @@ from hf_specdec.control.costs import draft_seconds, verify_seconds
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.dflash import DFlashHead
-from hf_specdec.heads.eagle import EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.training.batches import as_dataset, collate, columns_of, with_features
-from hf_specdec.training.conversations import check_tokens
-from hf_specdec.training.dflash import DFlashObjective, DFlashTrainingConfig
-from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
-from hf_specdec.training.features import FeatureStore, TrainingData
-from hf_specdec.training.measures import Counts
-from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
-from hf_specdec.training.modes import training_modes
-from hf_specdec.training.trainer import Objective
+from hf_specdec.training.block_objective import DFlashObjective, DFlashTrainingConfig
+from hf_specdec.training.data import check_tokens
+from hf_specdec.training.eagle_objective import EagleObjective, EagleTrainingConfig
+from hf_specdec.training.feature_store import FeatureStore, TrainingData, as_dataset, collate, with_features
+from hf_specdec.training.medusa_objectives import MedusaObjective, MedusaTrainingConfig
+from hf_specdec.training.objectives import Counts, Objective
+from hf_specdec.training.trainer import training_modes
 from hf_specdec.trees.growth import Accuracies, likeliest_choices, node_acceptance
 from hf_specdec.validation import Choice
 from hf_specdec.verification.model import text_config
 
 logger = logging.getLogger(__name__)
-
-OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objective]] = {
-    MedusaHeads: lambda heads, model, _num_steps: MedusaObjective(heads, model, MedusaTrainingConfig()),
-    EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
-    Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
-    MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
-    DFlashHead: lambda head, model, _num_steps: DFlashObjective(head, model, DFlashTrainingConfig()),
-}
-"""For each class of head, a function of head, target and number of depths that creates the objective to measure it."""
-
-
-def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
-    return EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +73,20 @@ class TreeSearch:
         return {path: node_acceptance(path, self.accuracies) for path in self.choices}
 
 
-def search_tree(
-    model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
-    num_steps: int = 5, top_k: int = 10, context: int = 256,
-) -> TreeSearch:  # fmt: skip
+def search_tree(model: PreTrainedModel, head: DraftHead, data: TrainingData, **sizes: Any) -> TreeSearch:
     """Find a tree with `find_tree` and set it in the head's config, which `head.save_pretrained` stores.
 
     Logs a warning if the tree is expected to be slower than plain decoding.
 
     Args:
-        model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
+        model, data: See `find_tree`.
         head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+        **sizes: `num_nodes`, `max_nodes`, `num_steps`, `top_k` and `context`, see `find_tree`.
 
     Raises:
         InvalidConfigError, DrafterMismatchError: See `find_tree`.
     """
-    found = find_tree(
-        model, head, data, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k, context=context
-    )
+    found = find_tree(model, head, data, **sizes)
     if found.expected_speed_up is not None and found.expected_speed_up < 1:
         logger.warning(
             "No tree of this head is faster than plain decoding here: the best one, with %d nodes, is expected to run "
@@ -179,22 +157,26 @@ def count_correct(
     """Count how often the r-th best candidate is the target's greedy choice, and how far greedy chains are accepted.
 
     Args:
-        model: The target.
-        head: The head.
-        data: Captured features or conversations, with answers of the target.
+        model, head, data, top_k: As for `find_tree`.
         num_steps: Number of depths to count; for Medusa at most the number of heads.
-        top_k: Number of best candidates to compare at each depth.
         batch_size: Conversations per forward.
 
     Raises:
         InvalidConfigError: `data` has no answer tokens to draft, or its features lack a layer.
     """
-    objective = OBJECTIVES[type(head)](head, model, num_steps)
+    objective: Objective
+    if isinstance(head, MedusaHeads):
+        objective = MedusaObjective(head, model, MedusaTrainingConfig())
+    elif isinstance(head, DFlashHead):
+        objective = DFlashObjective(head, model, DFlashTrainingConfig())
+    else:
+        objective = EagleObjective(
+            head, model, EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
+        )
     parameter = next(head.parameters())
-    columns = columns_of(data, objective.layers)
     found: list[Tensor] = []
-    for batch in DataLoader(as_dataset(data), batch_size=batch_size, collate_fn=collate):
-        batch = with_features(batch, model, objective.layers, columns)
+    for batch in DataLoader(as_dataset(data, objective.layers), batch_size=batch_size, collate_fn=collate):
+        batch = with_features(batch, model, objective.layers)
         batch = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
         with torch.autocast(parameter.device.type, enabled=parameter.dtype.itemsize < 4, dtype=parameter.dtype):
             counts = objective(**batch, measure=top_k).counts

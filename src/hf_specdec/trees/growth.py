@@ -3,6 +3,11 @@
 A drafter provides an `Expand` function, which scores the children of nodes. Sources: EAGLE
 (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for dynamic trees,
 Medusa (https://arxiv.org/abs/2401.10774) for choosing the likeliest ranks.
+
+A block drafter scores all depths in one forward, so its distribution at a depth is the same after every path, and the
+probability of a node is the product along its path. Two rules choose the nodes: the likeliest nodes
+(`likeliest_nodes`), or all children of the likeliest parents (`children_of_likeliest`, as in JetSpec's `accum_logp`,
+https://github.com/hao-ai-lab/JetSpec).
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hf_specdec.cpu.search import best_tokens, can_search
+from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import Choice
@@ -47,11 +53,7 @@ a node attends to: its ancestors and itself. `depth` is the depth of the nodes, 
 def scored(features: Tensor, logits: Tensor, top_k: int, hot_token_ids: Tensor | None) -> Level:
     """Return the `Level` of K nodes with their `top_k` best children.
 
-    Args:
-        features: `[B, K, D]` of the nodes.
-        logits: `[B, K, Vd]` over the draft vocabulary.
-        top_k: Children per node.
-        hot_token_ids: `[Vd]` target ids of the draft vocabulary; None if it is the target's.
+    `features` are `[B, K, D]`, `logits` `[B, K, Vd]` over the draft vocabulary, whose target ids are `hot_token_ids`.
     """
     log_probs, ids = best_children(logits, top_k)
     return Level(features, log_probs, ids if hot_token_ids is None else hot_token_ids.to(ids.device)[ids])
@@ -106,7 +108,7 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget, exp
     frontier_tokens, frontier_scores = tokens[0][:, :count], scores[0][:, :count]
     seen = torch.zeros(batch_size, count, 0, dtype=torch.bool, device=rows.device)
     for depth in range(1, budget.num_steps):
-        if _is_unlikely(frontier_scores, budget.min_level_probability):
+        if 0 < budget.min_level_probability > float(frontier_scores.amax(-1).exp().sum()):
             break
         own = torch.eye(count, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
         seen = torch.cat([seen, own], dim=-1)
@@ -122,13 +124,7 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget, exp
         first += scores[-1].shape[1]
         frontier_tokens = tokens[-1].gather(1, best)
         seen = seen.gather(1, parent_index[:, :, None].expand(-1, -1, seen.shape[2]))
-    grown = torch.cat(scores, -1), torch.cat(edges, -1), torch.cat(tokens, -1), torch.cat(parents, -1)
-    return _keep_best(roots, *grown, budget)
-
-
-def _is_unlikely(scores: Tensor, min_probability: float) -> bool:
-    """Whether the largest probability of each row, summed over rows, is below a minimum (0: none, reads nothing)."""
-    return min_probability > 0 and float(scores.amax(-1).exp().sum()) < min_probability
+    return _keep_best(roots, budget, *(torch.cat(grown, -1) for grown in (scores, edges, tokens, parents)))
 
 
 def growable(budget: Budget) -> Budget:
@@ -137,7 +133,7 @@ def growable(budget: Budget) -> Budget:
     return replace(budget, num_nodes=min(budget.num_nodes, 1 + candidates))
 
 
-def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:
+def _keep_best(roots: Tensor, budget: Budget, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor) -> Draft:
     """Return a draft of the roots and the best `num_nodes - 1` of M candidates `[B, M]`, in order of growth."""
     rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
     kept = _best(scores, min(budget.num_nodes - 1, scores.shape[1]))
@@ -150,7 +146,7 @@ def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, par
         parents=torch.cat([torch.full_like(rows, ROOT_PARENT), index.gather(1, parents.gather(1, kept) + 1)], dim=-1),
         max_depth=budget.num_steps,
     )
-    return Draft(tree, torch.nn.functional.pad(edges.gather(1, kept), (1, 0)))
+    return Draft(tree, pad(edges.gather(1, kept), (1, 0)))
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -161,7 +157,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _best_of_ties(scores: Tensor, count: int) -> Tensor:
-    """Implement `_best` on all devices except the CPU, without a stable sort, which some backends (MPS) lack.
+    """Implement `_best` without a stable sort, which some backends (MPS) lack.
 
     Only candidates that tie with the last kept one are ordered by index, which `float32` represents exactly.
     """
@@ -196,21 +192,19 @@ class StaticLevels:
     @classmethod
     def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
         """Create the levels from the paths of a tree, which must be sorted as by `config.validate_choices`."""
+
+        def indices(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
         steps = []
         expanded: list[Choice] = [()]
         for depth in range(1, max(map(len, choices)) + 1):
             level = [path for path in choices if len(path) == depth]
             inner = [path for path in level if any(longer[:-1] == path for longer in choices)]
-            steps.append(
-                StaticStep(
-                    torch.tensor([expanded.index(path[:-1]) for path in level], dtype=torch.long, device=device),
-                    torch.tensor([path[-1] for path in level], dtype=torch.long, device=device),
-                    torch.tensor([level.index(path) for path in inner], dtype=torch.long, device=device),
-                )
-            )
+            parents, ranks = [expanded.index(path[:-1]) for path in level], [path[-1] for path in level]
+            steps.append(StaticStep(indices(parents), indices(ranks), indices([level.index(path) for path in inner])))
             expanded = inner
-        parents = torch.tensor(choice_parents(choices), dtype=torch.long, device=device)
-        return cls(tuple(choices), parents, tuple(steps), limits_of(choices).top_k)
+        return cls(tuple(choices), indices(choice_parents(choices)), tuple(steps), choices_budget(choices).top_k)
 
     @property
     def num_entries(self) -> int:
@@ -221,11 +215,7 @@ class StaticLevels:
 def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels) -> Draft:
     """Grow a static tree as EAGLE-1 does: the shape gives the rank of each node among its parent's children.
 
-    Args:
-        roots: `[B]` root tokens.
-        root: The root's children, at least `levels.top_k` of them.
-        expand: Scores the children of nodes.
-        levels: Shape of the tree.
+    `root` has at least `levels.top_k` children; further arguments as for `grow_dynamic`.
     """
     batch_size, level = len(roots), root
     tokens, edges = [roots[:, None]], [torch.zeros_like(root.log_probs[:, 0, :1])]
@@ -265,7 +255,7 @@ def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
     return list(kept)[1 : budget.num_nodes]
 
 
-def limits_of(choices: Sequence[Choice]) -> Budget:
+def choices_budget(choices: Sequence[Choice]) -> Budget:
     """Return the smallest budget for the static tree with these paths; its `top_k` is the largest rank + 1."""
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     return Budget(len(choices) + 1, deepest, widest + 1)
@@ -296,10 +286,7 @@ def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
 def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
     """Return the paths most likely to be accepted, best first, parents before children (Medusa, section 2.3.3).
 
-    Args:
-        accuracies: See `Accuracies`.
-        num_nodes: Size of the tree, root included; the tree is smaller if all other candidates have accuracy 0, or if
-            there are none.
+    The tree has `num_nodes` nodes, or fewer if all other candidates have accuracy 0, or if there are none.
 
     Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
     """
@@ -323,17 +310,10 @@ def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
 
 
 class PrefixTree:
-    """A tree on the host, built by adding chains of tokens; chains with a common prefix share its nodes.
-
-    Args:
-        root: The root's token.
-
-    Attributes:
-        tokens, parents: Lists of each node's token and parent, root first.
-    """
+    """A tree on the host, built by adding chains of tokens; chains with a common prefix share its nodes."""
 
     def __init__(self, root: int) -> None:
-        self.tokens, self.parents = [root], [ROOT_PARENT]
+        self.tokens, self.parents = [root], [ROOT_PARENT]  # of each node, root first
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, chain: Iterable[int], num_nodes: int, node: int = 0) -> int:
@@ -348,3 +328,70 @@ class PrefixTree:
                 self.parents.append(node)
             node = child
         return node
+
+
+# ----------------------------------------------------------------------------------------------- products of depths
+
+
+def reachable(budget: Budget) -> Budget:
+    """Return the budget with `num_nodes` reduced to the size of a tree in which every node has `top_k` children."""
+    size, level = 1, 1
+    for _ in range(budget.num_steps):
+        level *= budget.top_k
+        size += level
+        if size >= budget.num_nodes:
+            return budget
+    return replace(budget, num_nodes=size)
+
+
+def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Budget) -> Draft:
+    """Return the tree of the likeliest nodes; ties go to the shallower node, then to the lower ranks.
+
+    Args:
+        roots: `[B]` root tokens.
+        log_probs, tokens: `[B, D, W]` the W best tokens at each depth, best first; log-probabilities are at most 0.
+        budget: Size of the tree; its depth and width must not exceed D and W.
+    """
+    scores = log_probs.float()
+
+    def level(depth: int, count: int) -> Level:
+        """Return the children of `count` nodes at a depth."""
+        children = (values[:, depth, None].expand(-1, count, -1) for values in (scores, tokens))
+        return Level(scores[:, :0], *children)
+
+    def expand(frontier: Tensor, _above: Level, _parents: Tensor, _seen: Tensor, depth: int) -> Level:
+        return level(depth, frontier.shape[1])
+
+    return grow_dynamic(roots, level(0, 1), expand, budget, expanded=max(budget.num_nodes - 1, 1))
+
+
+def children_of_likeliest(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Budget) -> Draft:
+    """Return JetSpec's tree: the likeliest nodes get all `top_k` children, the last of them only as many as fit.
+
+    Nodes are ordered parent by parent, the likeliest first. Arguments as for `likeliest_nodes`.
+    """
+    steps, width, drafted = budget.num_steps, budget.top_k, budget.num_nodes - 1
+    log_probs, tokens = log_probs[:, :steps, :width].float(), tokens[:, :steps, :width]
+    count = -(-drafted // width)  # number of parents, root included
+    places = torch.arange(steps * width, device=roots.device).view(steps, width)
+    inner = Draft.plain(torch.full_like(roots, -width))  # the parents; their tokens are places
+    if count > 1 and steps > 1:
+        most = reachable(Budget(count, steps - 1, width))
+        inner = likeliest_nodes(torch.full_like(roots, -width), log_probs, places.expand_as(tokens), most)
+    parents, places = inner.tree.parents.expand_as(inner.tree.tokens), inner.tree.tokens
+    # adding from the root down, a node is never likelier than its parent, and a stable sort keeps the parent first
+    edges = torch.zeros_like(places, dtype=torch.float32) if inner.log_probs is None else inner.log_probs
+    scores = edges
+    for _ in range(inner.tree.depth_bound):
+        scores = edges + torch.where(parents >= 0, scores.gather(1, parents.clamp(min=0)), 0.0)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    place_in_order = order.argsort(dim=-1)
+    # the child of the parent at place p in this order, at rank r, is node 1 + p * width + r
+    above = place_in_order.gather(1, parents.clamp(min=0))
+    nodes = torch.where(parents >= 0, 1 + above * width + places % width, 0).gather(1, order)
+    depths = (places // width + 1).gather(1, order)
+    columns = (depths[:, :, None] * width + torch.arange(width, device=roots.device)).flatten(1)[:, :drafted]
+    tokens = torch.cat([roots[:, None], tokens.flatten(1).gather(1, columns)], dim=-1)
+    parents = nodes.repeat_interleave(width, dim=1)[:, :drafted]
+    tree = TokenTree(tokens, pad(parents, (1, 0), value=ROOT_PARENT), max_depth=steps)
+    return Draft(tree, pad(log_probs.flatten(1).gather(1, columns), (1, 0)))

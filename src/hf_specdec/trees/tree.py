@@ -79,6 +79,15 @@ class TokenTree:
         """Return `[B or 1, N]` long: depth of each node, 0 for the root and padding."""
         return self.ancestor_mask().sum(-1) - 1
 
+    def of_rows(self, index: Tensor) -> TokenTree:
+        """Return the trees of some rows `[R]`."""
+        return replace(
+            self,
+            tokens=self.tokens[index],
+            parents=self.parents[index] if self.parents.dim() == 2 and len(self.parents) > 1 else self.parents,
+            draft_probs=None if self.draft_probs is None else self.draft_probs[index],
+        )
+
     def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
         """Return the tree with the drafts of some rows replaced by a chain of one repeated token, e.g. padding.
 

@@ -9,15 +9,48 @@ full length, including sliding-window layers: their window is in the mask (`mask
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.verification.active_rows import ActiveRows
-from hf_specdec.verification.adopted_cache import filled_layers, seen_tokens
-from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
+from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share
+from hf_specdec.verification.model import CACHE_FIELD
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRows:
+    """The rows of a batch that are still computed: finished rows leave the cache, and forwards get smaller.
+
+    Drafts, logits and features keep one entry per row of the batch; a target selects the active rows before its
+    forward and fills the others with zeros afterwards.
+    """
+
+    rows: tuple[int, ...]  # row of the batch by row of the cache
+    num_rows: int  # of the batch
+    index: Tensor  # `rows` as a tensor [R], on the device of the tokens
+    padding: PromptPadding | None  # of these rows
+    positions: Positions  # of these rows
+
+    def in_batch(self, states: Tensor) -> Tensor:
+        """Return `[B, ...]` with the given `[R, ...]` in these rows and zeros in the others."""
+        whole = states.new_zeros(self.num_rows, *states.shape[1:])
+        return whole.index_copy_(0, self.index.to(states.device), states)
+
+
+def drop_order(count: int, active: Sequence[int]) -> list[int]:
+    """Return the rows of a cache of `count` rows to keep, so that few move: gaps are filled with the last rows.
+
+    Example: of 6 rows, keeping 0, 2, 3 and 5 gives [0, 5, 2, 3]: only row 5 moves.
+    """
+    size, kept = len(active), set(active)
+    last = iter(row for row in range(count - 1, size - 1, -1) if row in kept)
+    return [row if row in kept else next(last) for row in range(size)]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -43,17 +76,14 @@ class TreeLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor:
         """Keys `[B, H, capacity, Dk]`, including slots that are not written yet."""
-        return self._allocated.keys
+        assert self.share is not None
+        return self.share.keys
 
     @property
     def values(self) -> Tensor:
         """Values `[B, H, capacity, Dv]`, including slots that are not written yet."""
-        return self._allocated.values
-
-    @property
-    def _allocated(self) -> Share:
         assert self.share is not None
-        return self.share
+        return self.share.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory for keys and values like the given `[B, H, T, D]`, see `KeyValueStore.allocate`."""
@@ -66,9 +96,6 @@ class TreeLayer(CacheLayerMixin):
         """Append keys and values `[B, H, T, D]` and return views `[B, H, end, D]` of all slots written so far.
 
         During prefill, a sliding-window layer returns only the slots that the new tokens can see, as in transformers.
-
-        Raises:
-            CacheCapacityError: The cache is full, or there is not enough memory for it to grow.
         """
         first = self._first_seen
         keys, values, begin = self.reserve(key_states, value_states)
@@ -77,23 +104,16 @@ class TreeLayer(CacheLayerMixin):
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Make room for keys and values `[B, H, T, D]` that the caller writes; count their slots as written.
-
-        Returns:
-            Keys and values `[B, H, capacity, D]`, and the slot at which the new ones begin.
-
-        Raises:
-            CacheCapacityError: See `update`.
-        """
+        """Make room for keys and values `[B, H, T, D]` that the caller writes; see `reserve_slots`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.reserve_slots(key_states.shape[-2])
 
     def reserve_slots(self, count: int) -> tuple[Tensor, Tensor, int]:
-        """Make room for `count` slots of a layer that has memory, see `reserve`."""
+        """Count `count` more slots as written, and return all keys and values, and the slot at which they begin."""
         begin, self.end = self.end, self.end + count
         self.store.make_room(self.end)
-        return self._allocated.keys, self._allocated.values, begin
+        return self.keys, self.values, begin
 
     @property
     def _first_seen(self) -> int:
@@ -119,7 +139,7 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """Static key-value cache of the target, and of drafters that need one.
 
-    Size in bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`, see `num_bytes`.
+    Size in bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`.
 
     Args:
         layout: One entry per layer, from `probe.inspect_target`; layers with equal layouts share one buffer. A layer
@@ -161,11 +181,6 @@ class TreeCache(Cache):
         """Number of slots that every layer in use has written, committed or not."""
         return min((layer.end for layer in self.layers if layer.is_initialized), default=0)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the keys and values of all B rows; memory kept for later calls may have more rows."""
-        return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
-
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
@@ -182,83 +197,72 @@ class TreeCache(Cache):
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """
         start, lengths = self.start, self.lengths or [0] * len(nodes)
-        device_lengths = self.lengths_on(path.device, len(nodes))
         moved = [
             index
             for kept, length in zip(nodes, lengths, strict=True)
             for index, node in enumerate(kept)
             if start + node != length + index
-        ]
-        if moved:  # nodes before the first moved one are already in place in every row
-            first = min(moved)
-            targets = device_lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
-            sources = torch.where(path[:, first:] >= 0, start + path[:, first:], targets)
-            for buffer in self.buffers:
-                buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [length + len(kept) for length, kept in zip(lengths, nodes, strict=True)]
-        self._lengths = device_lengths + (path >= 0).sum(-1)
-        self._rewind()
+        ]  # nodes before the first moved one are already in place in every row
+        counts = self._move_path(path, min(moved) if moved else path.shape[1])
+        self._commit_lengths([length + len(kept) for length, kept in zip(lengths, nodes, strict=True)], counts)
 
     def commit_unread(self, path: Tensor) -> None:
-        """Keep one path per row, like `commit`, before the host has read the path lengths.
-
-        Lengths on the device are exact immediately; `lengths` and `start` count all P columns as kept until
-        `correct_lengths` is called.
-        """
-        start, device_lengths = self.start, self.lengths_on(path.device, len(path))
-        targets = device_lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-        sources = torch.where(path >= 0, start + path, targets)
-        for buffer in self.buffers:
-            buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
+        """Keep one path per row, like `commit`, before the host has read the path lengths, see `append_unread`."""
+        self.append_unread(path.shape[1], self._move_path(path))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`."""
-        self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
-        self._lengths = lengths
-        self._rewind()
+        """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`.
+
+        Until `correct_lengths` is called, `lengths` and `start` count all of them.
+        """
+        self._commit_lengths([length + num_slots for length in self.lengths or [0] * len(lengths)], lengths)
 
     def correct_lengths(self, lengths: Sequence[int]) -> None:
         """Set the exact number of committed tokens of each row after `commit_unread` or `append_unread`."""
         self.lengths = list(lengths)
-        self._rewind()
+        self.rollback()
+
+    def _move_path(self, path: Tensor, first: int = 0) -> Tensor:
+        """Move the nodes of paths `[B, P]`, from column `first` on, behind the committed tokens; return lengths."""
+        lengths = self.lengths_on(path.device, len(path))
+        if first < path.shape[1]:
+            targets = lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
+            sources = torch.where(path[:, first:] >= 0, self.start + path[:, first:], targets)
+            for buffer in self.buffers:
+                buffer.move(sources, targets)
+        return lengths + (path >= 0).sum(-1)
+
+    def _commit_lengths(self, lengths: list[int], on_device: Tensor | None) -> None:
+        """Set the committed lengths of all rows on the host and, if known, on the device; discard all other slots."""
+        self.lengths, self._lengths = lengths, on_device
+        self.rollback()
 
     def keep_rows(self, active: ActiveRows, rows: Sequence[int]) -> None:
         """Drop all rows but some, in place: the memory of row `rows[i]`, which is i or larger, moves to row i.
 
-        Args:
-            active: The rows of the batch that `rows` stand for, in the same order.
-            rows: Rows of this cache.
+        `active` are the rows of the batch that they stand for, in the same order.
         """
-        device_lengths = self.lengths_on(active.index.device, len(self.lengths))
+        device = active.index.device
+        lengths = self.lengths_on(device, len(self.lengths))
         for buffer in self.buffers:
             buffer.keep_rows(rows, self.start)
-        self._lengths = device_lengths[torch.tensor(rows, dtype=torch.long, device=active.index.device)]
-        self.lengths = [self.lengths[row] for row in rows]
+        kept = lengths[torch.tensor(rows, dtype=torch.long, device=device)]
+        self._commit_lengths([self.lengths[row] for row in rows], kept)
         self.active = active
-        self._rewind()
 
     def keep(self, slots: Tensor) -> None:
-        """Move the committed tokens in some slots to the first ones, in place; discard all others.
-
-        Args:
-            slots: `[B, K]` slots in ascending order, the same number in every row; K tokens per row remain.
-        """
-        targets = torch.arange(slots.shape[1], dtype=torch.long, device=slots.device).expand_as(slots)
+        """Move the committed tokens in `[B, K]` ascending slots to the first K slots, in place; discard all others."""
+        rows, count = slots.shape
+        targets = torch.arange(count, dtype=torch.long, device=slots.device).expand_as(slots)
         for buffer in self.buffers:
-            buffer.move(slots.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [slots.shape[1]] * len(slots)
-        self._lengths = torch.full((len(slots),), slots.shape[1], dtype=torch.long, device=slots.device)
-        self._rewind()
+            buffer.move(slots, targets)
+        self._commit_lengths([count] * rows, torch.full((rows,), count, dtype=torch.long, device=slots.device))
 
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
-        """Make each layer return the same keys as transformers' own cache until `commit_all`.
+        """Make each layer return the same keys as transformers' own cache until `commit_all`, see `layer_windows`.
 
         Some models build full causal masks over caches with windows. A prefill in chunks or after an adopted cache
         then depends on which tokens the cache has dropped.
-
-        Args:
-            windows: Window of each layer, see `layer_windows`.
         """
         for layer, window in zip(self.layers, windows, strict=False):
             layer.window = window
@@ -266,27 +270,18 @@ class TreeCache(Cache):
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Commit everything appended, in every row; `num_tokens` is not used, because layers count their slots."""
         self.begin_prompt([None] * len(self.layers))
-        end = max(layer.end for layer in self.layers)
-        self.lengths, self._lengths = [end] * batch_size, None
+        self.lengths, self._lengths = [max(layer.end for layer in self.layers)] * batch_size, None
 
     def rollback(self) -> None:
         """Discard everything appended since the last commit."""
-        self._rewind()
-
-    def reset(self) -> None:
-        """Discard all tokens, but keep the buffers."""
-        self.lengths, self._lengths = [], None
-        self._rewind()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.end = self.start
 
     def adopt(self, cache: Cache) -> None:
-        """Copy the tokens of a transformers cache; the cache itself is not modified until `hand_back`.
-
-        Raises:
-            UnsupportedGenerationError: See `seen_tokens`.
-            CacheCapacityError: The tokens do not fit.
-        """
+        """Copy the tokens of a transformers cache, see `seen_tokens`; it is not modified until `hand_back`."""
         self._adopted = cache
-        self._copy(cache, seen_tokens(cache))
+        self._copy(cache)
 
     def replace(self, cache: Cache) -> None:
         """Replace all tokens by those of a transformers cache; those beyond the committed ones are not committed.
@@ -296,11 +291,12 @@ class TreeCache(Cache):
         if self._adopted is not None:
             self.hand_back(None)
         committed, self._adopted = self.lengths, None
-        self.reset()
-        self._copy(cache, seen_tokens(cache))
+        self._commit_lengths([], None)
+        self._copy(cache)
         self.lengths = committed
 
-    def _copy(self, cache: Cache, length: int) -> None:
+    def _copy(self, cache: Cache) -> None:
+        length = seen_tokens(cache)
         for index, source in filled_layers(cache).items() if length else ():
             layer: TreeLayer = self.layers[index]
             keys, values = source.keys[:, :, :length], source.values[:, :, :length]
@@ -325,12 +321,90 @@ class TreeCache(Cache):
                 cache.update(layer.keys[:, :, known : self.start], layer.values[:, :, known : self.start], index)
         return cache
 
-    def _rewind(self) -> None:
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.end = self.start
-
 
 def measured_layout(cache: TreeCache) -> CacheLayout:
     """Return the layout of a cache after a forward; None for layers that stored no keys and values."""
-    return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
+    return tuple(LayerLayout.of(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
+
+
+# ----------------------------------------------------------------------------------------------- transformers' caches
+
+ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
+"""transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
+
+WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
+"""transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
+
+
+def layer_windows(config: object) -> list[int | None]:
+    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def filled_layers(cache: Cache) -> dict[int, Any]:
+    """Return the layers of a transformers cache that hold keys and values, by index; a `DummyLayer` never does."""
+    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+
+
+def seen_tokens(cache: Any) -> int:
+    """Return the number of tokens in a transformers cache that a caller passes to `generate()`.
+
+    Raises:
+        UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
+            of classes that are not in `ADOPTED_LAYERS`, or with a filled layer of `WRITTEN_LAYERS`.
+    """
+    if type(cache) not in (DynamicCache, StaticCache):
+        raise UnsupportedGenerationError(
+            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache or StaticCache, got {type(cache).__name__}.",
+            f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
+        )
+    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS
+    length = 0 if unsupported - WRITTEN_LAYERS else int(cache.get_seq_length())
+    if not length:
+        unsupported -= WRITTEN_LAYERS
+    if unsupported or cache.offloading:
+        raise UnsupportedGenerationError(
+            f"`speculative` cannot read a {type(cache).__name__} that "
+            f"{'has layers of ' + ', '.join(sorted(unsupported)) if unsupported else 'is offloaded'}.",
+            f"Omit `speculative` or `{CACHE_FIELD}`; most models can continue a DynamicCache that is not offloaded.",
+        )
+    return length
+
+
+def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
+    """Check that a transformers cache matches the model's measured layout and the call's number of rows.
+
+    Raises:
+        UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
+    """
+
+    def refuse(reason: str, hint: str = "Pass a cache of this model.") -> None:
+        raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
+
+    def shape(entry: LayerLayout) -> str:
+        return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
+
+    def dtypes(entry: LayerLayout) -> str:
+        return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
+
+    filled = filled_layers(cache)
+    expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
+    length, in_layer = seen_tokens(cache), dict[int, int]()
+    if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
+        in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
+        length = max([length, *in_layer.values()])
+    if length and filled.keys() != expected.keys():
+        refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}")
+    for index in filled.keys() & expected.keys():
+        layer, entry = filled[index], expected[index]
+        if len(layer.keys) != rows:
+            refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
+        found = LayerLayout.of(layer.keys, layer.values)
+        if found != entry:
+            refuse(f"has {shape(found)} in layer {index}, the model has {shape(entry)}", "Pass a matching cache.")
+        if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
+            refuse(f"holds {dtypes(found)}, the model computes {dtypes(entry)}")
+        window, num_held = getattr(layer, "sliding_window", None) or length + 1, layer.keys.shape[2]
+        if in_layer.get(index, length) < length or num_held < min(length, window - 1):
+            reason = f"has {num_held} of {length} tokens in layer {index}"
+            refuse(reason, "Fill or crop all layers to the same length.")

@@ -17,7 +17,7 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner
-from hf_specdec.verification.trial_runs import first_inputs, is_random
+from hf_specdec.verification.trials import first_inputs, is_random
 
 TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1, 0))
 """Parents of the trees that both forwards verify in turn; after each, its root and first child are kept."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.errors import DrafterMismatchError
+from hf_specdec.verification.masks import ChosenStates
 from hf_specdec.verification.model import find_backbone
-from hf_specdec.verification.window import ChosenStates
 
 LAST = -1
 """Index of the last hidden state, after the final norm: the input of lm_head."""

@@ -31,7 +31,7 @@ checkpointing, a trainer registers them again after every generation."""
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")
 """Module attributes that change the forward: train mode, checkpointing, PEFT adapters."""
 
-MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
+_MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
 """Configuration fields that determine the masks, together with the attention implementation."""
 
 
@@ -71,19 +71,15 @@ class Fingerprint:
             for registered in (module._forward_hooks, module._forward_pre_hooks):
                 if registered:
                     hooks += [(len(modules), number) for number, hook in registered.items() if not _is_harmless(hook)]
-            modes.append(tuple([_comparable(attributes.get(flag, False)) for flag in FLAGS]))
+            flags = [attributes.get(flag, False) for flag in FLAGS]
+            modes.append(tuple([value if isinstance(value, bool | str) else str(value) for value in flags]))
             weights.append(tuple([(type(p), p.dtype, p.device) for p in module._parameters.values() if p is not None]))
             stack.extend([(child, part) for child, part in module._modules.items() if part is not None])
         config = text_config(model)
-        settings = [attention_name(config), *(str(getattr(config, field, None)) for field in MASK_FIELDS)]
-        return cls(
-            modules=tuple(modules),
-            forwards=(*forwards, *classes.items()),
-            hooks=tuple(hooks),
-            modes=tuple(modes),
-            weights=tuple(weights),
-            config=(*settings, str(getattr(model, "hf_device_map", None))),
-        )
+        settings = [attention_name(config), *(str(getattr(config, field, None)) for field in _MASK_FIELDS)]
+        settings.append(str(getattr(model, "hf_device_map", None)))
+        functions = (*forwards, *classes.items())
+        return cls(tuple(modules), functions, tuple(hooks), tuple(modes), tuple(weights), tuple(settings))
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the names of the fields that differ; empty if the fingerprints are equal."""
@@ -102,7 +98,3 @@ def _is_harmless(hook: Any) -> bool:
     if getattr(hook, "__name__", None) in GRADIENT_HOOKS:
         return module.startswith(("transformers.", "peft."))
     return module in HARMLESS_HOOKS
-
-
-def _comparable(value: Any) -> Any:
-    return value if isinstance(value, bool | str) else str(value)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.attention import AttentionContext
-from hf_specdec.verification.cache import TreeCache, TreeLayer
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import (
-    CAPTURED_WIDTHS,
-    BucketLayer,
-    CapturableStep,
-    Captures,
-    KeptMemory,
-    width_for,
-)
-from hf_specdec.verification.length_bounds import UNBOUNDED
-from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
-from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows, persistent_tensors
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Bucket, Graphed, Input, KeptMemory, Key, width_for
+from hf_specdec.verification.masks import UNBOUNDED, MaskLayout, TreeInputs, bucket_masks
+from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows
 from hf_specdec.verification.runners import Runner
+from hf_specdec.verification.tree_attention import AttentionContext
 
 
 class GraphForward(Runner):
@@ -39,11 +31,13 @@ class GraphForward(Runner):
 
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
         self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
-        self._memory, self._captures = KeptMemory(), Captures(backend, "The forward")
+        self._memory, self._graphed = KeptMemory(), Graphed(backend, "The forward")
+        # the padding and positions of the current call, and what `_rows` makes of them
+        self._constants: tuple[object, object, tuple[Tensor, Tensor, Tensor] | None] = (None, None, None)
 
-    def captured_keys(self) -> list[tuple[int, ...]]:
+    def captured_keys(self) -> list[Key]:
         """Return batch size, width and bucket of each captured shape."""
-        return self._captures.captured_keys()
+        return self._graphed.captured_keys()
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """See `KeptMemory.new_cache`."""
@@ -73,79 +67,56 @@ class GraphForward(Runner):
         (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
         width = width_for(num_nodes)
         cache.store.make_room(start + width)
-        key = rows, width, min(bucket_of(start + width), cache.capacity)
-        step = self._captures.step_for(
-            key, self._memory.moves, lambda: _Verification(key, self._inner, cache.layers, inputs)
+        bucket = min(bucket_of(start + width), cache.capacity)
+        padding, positions, constants = self._constants
+        if constants is None or padding is not inputs.padding or positions is not inputs.positions:
+            constants = _rows(inputs)
+            self._constants = inputs.padding, inputs.positions, constants
+        valid, left, offsets = constants
+        logits, *states = self._graphed(
+            (rows, width, bucket),
+            self._function(inputs.layout, Bucket(cache, bucket)),
+            Input(inputs.tree.tokens, width),
+            Input(inputs.tree.parents.expand(rows, -1), width, ROOT_PARENT),
+            Input(inputs.lengths),
+            Input(valid, bucket, fill=True, is_constant=True),
+            Input(left, is_constant=True),
+            Input(offsets, is_constant=True),
+            Input(UNBOUNDED if inputs.ceiling is None else inputs.ceiling),
+            moves=self._memory.moves,
         )
-        assert isinstance(step, _Verification)
-        step.fill(inputs)
-        # the next run of this size overwrites the outputs
-        logits, *states = (output[:, :num_nodes].clone() for output in self._captures.run(step))
         for layer in cache.layers:
             if layer.is_initialized:
                 layer.end = start + num_nodes
-        return logits, dict(zip(step.layers, states, strict=True))
+        states = [state[:, :num_nodes] for state in states]
+        return logits[:, :num_nodes], dict(zip(sorted(self.layers), states, strict=True))
+
+    def _function(self, layout: MaskLayout, bucket: Bucket) -> Callable[..., Sequence[Tensor]]:
+        """Return the function to capture: the inner forward with its masks and positions."""
+        inner = self._inner
+
+        def verify(
+            tokens: Tensor, parents: Tensor, lengths: Tensor, valid: Tensor, left: Tensor, offsets: Tensor,
+            ceiling: Tensor,
+        ) -> Sequence[Tensor]:  # fmt: skip
+            width = tokens.shape[1]
+            slots = lengths.amax() + torch.arange(width, dtype=torch.long, device=lengths.device)
+            ancestors = TokenTree(tokens, parents).ancestor_mask()
+            masks = bucket_masks(layout, ancestors, lengths, slots, valid, left)
+            positions = ((offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=ceiling)
+            logits, states = inner(tokens, positions, AttentionContext(masks), bucket.cache(lengths, 0, width))
+            return [logits, *(states[layer] for layer in sorted(inner.layers))]
+
+        return verify
 
 
-class _Verification(CapturableStep):
-    """Step that runs a verify forward with its masks and positions, for one batch size, width and bucket.
+def _rows(inputs: TreeInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is constant during a call, for each row: valid prompt slots, padding at the left, and offsets.
 
-    Args:
-        key: Batch size, width and bucket.
-        inner: The forward.
-        layers: Layers of the cache that the forward appends to.
-        inputs: Example inputs, for mask layout and device.
+    An offset is the position of a row's first slot.
     """
-
-    def __init__(
-        self, key: tuple[int, int, int], inner: Runner, layers: Sequence[TreeLayer], inputs: TreeInputs
-    ) -> None:
-        super().__init__()
-        rows, width, bucket = key
-        self._inner, self._layout, device = inner, inputs.layout, inputs.lengths.device
-        self.layers: list[int] = []  # layers of the returned hidden states, in the order of the outputs
-        self._num_nodes = width  # of the tree in the buffers
-        # padding, positions and ceiling in the buffers
-        self._constants: tuple[object, object, int | None] = (None, None, None)
-        with persistent_tensors():
-            self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
-            self._lengths, self._left, self._offsets = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
-            self._ceiling = torch.full((), UNBOUNDED, dtype=torch.long, device=device)
-            self._slots = torch.zeros(width, dtype=torch.long, device=device)
-            self._valid = torch.ones(rows, bucket, dtype=torch.bool, device=device)
-        self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
-
-    def fill(self, inputs: TreeInputs) -> None:
-        """Copy a tree into the buffers, and padding and positions only if they are not those of the last tree."""
-        num_nodes = inputs.tree.num_nodes
-        self._tokens[:, :num_nodes] = inputs.tree.tokens
-        self._parents[:, :num_nodes] = inputs.tree.parents
-        if num_nodes < self._num_nodes:
-            self._parents[:, num_nodes:] = ROOT_PARENT
-        self._num_nodes = num_nodes
-        self._lengths.copy_(inputs.lengths)
-        padding, positions, ceiling = self._constants
-        if padding is not inputs.padding or positions is not inputs.positions:
-            self._fill_constants(inputs.padding, inputs.positions)
-        if ceiling != inputs.ceiling:
-            self._ceiling.fill_(UNBOUNDED if inputs.ceiling is None else inputs.ceiling)
-        self._constants = inputs.padding, inputs.positions, inputs.ceiling
-
-    def _fill_constants(self, padding: PromptPadding | None, positions: Positions) -> None:
-        self._valid.fill_(True)
-        self._left.zero_()
-        if padding is not None:
-            self._valid[:, : padding.valid.shape[1]] = padding.valid
-            self._left.copy_(padding.left)
-        self._offsets.copy_(positions.last + 1 - positions.num_slots)
-
-    def compute(self) -> Sequence[Tensor]:
-        """Return the logits `[B, width, V]` and hidden states `[B, width, D]`; append to the cache."""
-        width, lengths = self._tokens.shape[1], self._lengths
-        self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
-        ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()
-        masks = bucket_masks(self._layout, ancestors, lengths, self._slots, self._valid, self._left)
-        positions = ((self._offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=self._ceiling)
-        logits, states = self._inner(self._tokens, positions, AttentionContext(masks), self._cache)
-        self.layers = list(states)
-        return [logits, *states.values()]
+    padding, lengths = inputs.padding, inputs.lengths
+    offsets = (inputs.positions.last + 1 - inputs.positions.num_slots).expand_as(lengths)
+    if padding is None:
+        return lengths.new_ones(len(lengths), 0, dtype=torch.bool), torch.zeros_like(lengths), offsets
+    return padding.valid, padding.left, offsets

@@ -1,9 +1,9 @@
-"""Steps captured as device graphs, once per shape, and replayed with a single launch.
+"""`Graphed`: functions of tensors captured as device graphs, once per shape, and replayed with a single launch.
 
 Small forwards on an accelerator are limited by the host, which launches about a thousand kernels one by one; a graph
-launches them all at once. A graph contains addresses, so a step works on buffers that never move: a verify forward
-reads tokens, parents and lengths, writes logits and hidden states, and appends to a cache whose memory later calls
-reuse. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
+launches them all at once. A graph contains addresses, so its function works on buffers that never move: a verify
+forward reads tokens, parents and lengths, writes logits and hidden states, and appends to a cache whose memory later
+calls reuse. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
 replayed in any order. Widths are rounded up to `CAPTURED_WIDTHS` and lengths to buckets (`memory.bucket_of`); masks
 hide the padding. Graphs are captured by `verification/graph_backends.py`.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +23,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.verification.cache import TreeCache, TreeLayer
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import CapturableOnly, GraphBackend, NotCapturableError
-from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, persistent_tensors
-from hf_specdec.verification.one_time import note_one_time_work
+from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, note_one_time_work, persistent_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,9 @@ KEPT_SHAPES = 512
 """Shapes kept per kind of step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch
 size."""
 REPLAY_TOLERANCE = 0.02
-"""Maximum relative distance between the first output of the first replay and of the run without a graph."""
+"""Maximum relative distance between the results of the first replay and of the run without a graph."""
+Key = tuple[Hashable, ...]
+Outputs = weakref.WeakValueDictionary[tuple[torch.dtype, int], Tensor]
 
 
 class KeptMemory:
@@ -84,130 +85,199 @@ class KeptMemory:
                 self._lease = None
 
 
-class CapturableStep(ABC):
-    """Base class of a capturable step for inputs of one shape, with the buffers that it reads and writes.
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An argument of a captured function.
 
-    Attributes:
-        times: Number of runs so far; negative after a capture ran out of memory, see `RETRY_AFTER`.
-        replay: Function that replays the captured graph; None if the step is not captured.
-        refused: Whether its capture failed and is not tried again.
-        outputs: Result buffers, shared by shapes with the same batch size and width.
+    Args:
+        value: A tensor, which is copied into a buffer, or an integer, which becomes a tensor without dimensions.
+        width: Columns (dimension 1) of the buffer; None: as many as the tensor has.
+        fill: Value of the columns that the tensor does not have.
+        is_constant: Copy the tensor only if it is not the object that was copied last.
     """
 
-    def __init__(self) -> None:
-        self.times = 0
-        self.replay: Callable[[], None] | None = None
-        self.refused = False
-        self.outputs: list[Tensor] = []
-
-    @abstractmethod
-    def compute(self) -> Sequence[Tensor]:
-        """Return the step's results, computed from the buffers."""
-
-    def run(self) -> None:
-        """Compute the results and copy them into `outputs`; this is the function that is captured."""
-        results = self.compute()
-        if not self.outputs:
-            with persistent_tensors():
-                self.outputs.extend(torch.empty_like(tensor) for tensor in results)
-        for output, tensor in zip(self.outputs, results, strict=True):
-            output.copy_(tensor)
+    value: Tensor | int
+    width: int | None = None
+    fill: int = 0
+    is_constant: bool = False
 
 
-class Captures:
-    """The steps of one kind, one for each shape of the inputs; those that run often enough are captured.
+class Graphed:
+    """A function of tensors that runs as a captured graph: one for each key, captured after `CAPTURE_AFTER` runs.
+
+    All threads use the same buffers, one after another.
 
     Args:
         backend: Graph backend of the device.
-        name: Name of the kind in log messages.
+        name: Name of the function in log messages.
     """
 
     def __init__(self, backend: GraphBackend, name: str) -> None:
         self._backend, self._name = backend, name
-        self._steps: dict[tuple[int, ...], CapturableStep] = {}  # by shape, least recently used first
-        self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by batch size and width
-        self._moves = -1  # moves of the cache memory when the steps were created
+        self._shapes: dict[Key, _Shape] = {}  # least recently used first
+        # by dtype and number of elements; shapes of equal results share a buffer
+        self._outputs: Outputs = weakref.WeakValueDictionary()
+        self._moves = -1  # moves of the cache memory when the graphs were captured
         self._failures = 0  # consecutive failed captures
+        self._lock = threading.Lock()
 
-    def captured_keys(self) -> list[tuple[int, ...]]:
+    def captured_keys(self) -> list[Key]:
         """Return the keys of the captured shapes."""
-        return [key for key, step in self._steps.items() if step.replay is not None]
+        return [key for key, shape in self._shapes.items() if shape.replay is not None]
 
-    def step_for(self, key: tuple[int, ...], moves: int, make: Callable[[], CapturableStep]) -> CapturableStep:
-        """Return the step for the shape with this key, created if necessary.
+    def __call__(
+        self, key: Key, function: Callable[..., Sequence[Tensor]], *inputs: Input, moves: int = 0
+    ) -> list[Tensor]:
+        """Return the function's results for some inputs, as copies.
 
         Args:
-            key: Batch size, width and whatever else distinguishes shapes of this kind of step.
-            moves: `moves` of the cache memory that the steps write to; if it changed, all steps are dropped.
-            make: Creates the step.
+            key: Whatever distinguishes graphs: sizes of the buffers, and all else that the function depends on.
+            function: Computes the results on the device from the buffers, one tensor for each input. The function of a
+                key's first call serves all later ones, so it must hold nothing that belongs to a call.
+            *inputs: The inputs.
+            moves: `moves` of the cache memory that the function uses; if it changed, all graphs are dropped.
         """
-        if self._moves != moves:
-            self._steps.clear()
-            self._outputs.clear()
-            self._moves = moves
-        step = self._steps.pop(key, None)
-        if step is None:
-            note_one_time_work()
-            step = make()
-        step.outputs = self._outputs.setdefault(key[:2], [])
-        self._steps[key] = step
-        if len(self._steps) > KEPT_SHAPES:
-            oldest = next(iter(self._steps))
-            del self._steps[oldest]
-            if all(kept[:2] != oldest[:2] for kept in self._steps):
-                del self._outputs[oldest[:2]]
-        return step
+        with self._lock:
+            if self._moves != moves:
+                self._shapes.clear()
+                self._moves = moves
+            shape = self._shapes.pop(key, None)
+            if shape is None:
+                note_one_time_work()
+                shape = _Shape(function, inputs, self._outputs)
+            self._shapes[key] = shape
+            if len(self._shapes) > KEPT_SHAPES:
+                del self._shapes[next(iter(self._shapes))]
+            shape.fill(inputs)
+            self._run(shape)
+            return shape.results()
 
-    def run(self, step: CapturableStep) -> Sequence[Tensor]:
-        """Run a step, by replaying its graph if it is captured, and return its outputs.
-
-        A step is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run of any step with the same
-        batch size and width overwrites the outputs.
-        """
-        step.times += 1
-        if step.replay is not None:
-            step.replay()
-            return step.outputs
-        step.run()
-        if step.times > CAPTURE_AFTER and not step.refused and self._failures < MAX_FAILURES:
+    def _run(self, shape: _Shape) -> None:
+        shape.times += 1
+        if shape.replay is not None:
+            shape.replay()
+            return
+        shape.run()
+        if shape.times > CAPTURE_AFTER and not shape.refused and self._failures < MAX_FAILURES:
             try:
-                step.replay = self._capture(step)
+                shape.replay = self._capture(shape)
                 self._failures = 0
             except Exception as error:  # model code and drivers raise various types
-                self._note_failure(step, error)
-                step.run()
-        return step.outputs
+                self._note_failure(shape, error)
+                shape.run()
 
-    def _note_failure(self, step: CapturableStep, error: Exception) -> None:
+    def _note_failure(self, shape: _Shape, error: Exception) -> None:
         """Log a failed capture and decide whether to retry: later if memory was full, otherwise not with this shape.
 
-        No step of this kind is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
+        Nothing more is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
         """
         # the exception from ending a capture hides the more informative one before it
         causes = [error, *([error.__context__] if error.__context__ else [])]
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-            step.times = -RETRY_AFTER
+            shape.times = -RETRY_AFTER
             logger.info("%s is not captured yet, because memory is full: %s", self._name, error)
             return
-        step.refused = True
+        shape.refused = True
         self._failures = MAX_FAILURES if isinstance(error, NotCapturableError) else self._failures + 1
         cause = causes[-1]
         scope = "It" if self._failures >= MAX_FAILURES else "This shape"
         reason = f"{type(cause).__name__}: {cause}"
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
-    def _capture(self, step: CapturableStep) -> Callable[[], None]:
+    def _capture(self, shape: _Shape) -> Callable[[], None]:
         note_one_time_work()
         with CapturableOnly():
-            step.run()
-        replay = self._backend.capture(step.run)
-        expected = step.outputs[0].to(torch.float32, copy=True)
-        step.outputs[0].zero_()
+            shape.run()
+        replay = self._backend.capture(shape.run)
+        expected = [packed.to(torch.float32, copy=True) for packed in shape.packed.values()]
+        for packed in shape.packed.values():
+            packed.zero_()
         replay()
-        distance = (step.outputs[0].float() - expected).norm() / expected.norm().clamp(min=1e-6)
-        if not float(distance) <= REPLAY_TOLERANCE:
-            raise RuntimeError(f"its replay differs from the run without a graph by {float(distance):.1e}")
+        for packed, right in zip(shape.packed.values(), expected, strict=True):
+            apart = torch.where(packed == right, 0, packed.float() - right)  # equal infinities are equal
+            distance = apart.norm() / right.nan_to_num(posinf=0, neginf=0).norm().clamp(min=1e-6)
+            if not float(distance) <= REPLAY_TOLERANCE:
+                raise RuntimeError(f"its replay differs from the run without a graph by {float(distance):.1e}")
         return replay
+
+
+class _Shape:
+    """A function with the buffers of its inputs and outputs, which never move.
+
+    Attributes:
+        packed: The results, flattened and joined by dtype, so that those of a dtype leave in one copy.
+        times, replay, refused: Runs so far, its graph, and whether its capture has failed for good.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Input], outputs: Outputs) -> None:
+        self._function, self._outputs = function, outputs
+        self._last: list[object] = [None] * len(inputs)
+        self._widths = [0] * len(inputs)  # columns filled last
+        self._sizes: list[tuple[torch.dtype, torch.Size]] = []
+        self.packed: dict[torch.dtype, Tensor] = {}
+        self.times, self.refused = 0, False
+        self.replay: Callable[[], None] | None = None
+        device = next(value.device for value in (given.value for given in inputs) if isinstance(value, Tensor))
+        self._buffers = []
+        with persistent_tensors():
+            for given in inputs:
+                if isinstance(given.value, Tensor):
+                    sizes = list(given.value.shape)
+                    if given.width is not None:
+                        sizes[1] = given.width
+                    buffer = torch.full(sizes, given.fill, dtype=given.value.dtype, device=device)
+                else:
+                    buffer = torch.zeros((), dtype=torch.long, device=device)
+                self._buffers.append(buffer)
+
+    def fill(self, inputs: Sequence[Input]) -> None:
+        """Copy the inputs into the buffers."""
+        for index, (given, buffer) in enumerate(zip(inputs, self._buffers, strict=True)):
+            value = given.value
+            if isinstance(value, int):
+                if self._last[index] != value:
+                    buffer.fill_(value)
+                self._last[index] = value
+                continue
+            if given.is_constant:
+                if self._last[index] is value:
+                    continue
+                self._last[index] = value
+            if given.width is None:
+                buffer.copy_(value)
+                continue
+            columns = value.shape[1]
+            buffer[:, :columns] = value
+            if columns < self._widths[index]:
+                buffer[:, columns:] = given.fill
+            self._widths[index] = columns
+
+    def run(self) -> None:
+        """Compute the results from the buffers; this is what is captured."""
+        results = self._function(*self._buffers)
+        self._sizes = [(result.dtype, result.shape) for result in results]
+        for dtype in dict.fromkeys(dtype for dtype, _ in self._sizes):
+            same = [result for result in results if result.dtype == dtype]
+            counts = [result.numel() for result in same]
+            if dtype not in self.packed:
+                key = dtype, sum(counts)
+                packed = self._outputs.get(key)
+                if packed is None:
+                    with persistent_tensors():
+                        packed = self._outputs[key] = same[0].new_empty(sum(counts))
+                self.packed[dtype] = packed
+            for part, result in zip(self.packed[dtype].split(counts), same, strict=True):
+                part.view(result.shape).copy_(result)
+
+    def results(self) -> list[Tensor]:
+        """Return copies of the results; the next run of the same sizes overwrites the outputs."""
+        copies = {dtype: packed.clone() for dtype, packed in self.packed.items()}
+        taken, results = dict.fromkeys(copies, 0), []
+        for dtype, size in self._sizes:
+            begin, count = taken[dtype], size.numel()
+            results.append(copies[dtype][begin : begin + count].view(size))
+            taken[dtype] = begin + count
+        return results
 
 
 def width_for(num_nodes: int) -> int:
@@ -222,7 +292,7 @@ class BucketLayer(CacheLayerMixin):
     """View of a cache layer inside a graph: writes to slots given on the device, reads a fixed number of slots.
 
     Args:
-        layer: The cache layer.
+        share: Memory of the layer; None for a layer that uses the keys of another one.
         slots: `[width]` slots of the new nodes.
         bucket: Number of slots to attend to.
     """
@@ -230,9 +300,8 @@ class BucketLayer(CacheLayerMixin):
     is_sliding = False
     is_initialized = True
 
-    def __init__(self, layer: TreeLayer, slots: Tensor, bucket: int) -> None:
-        self._share: Share | None = layer.share
-        self._slots, self._bucket = slots, bucket
+    def __init__(self, share: Share | None, slots: Tensor, bucket: int) -> None:
+        self._share, self._slots, self._bucket = share, slots, bucket
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the memory exists."""
@@ -241,7 +310,7 @@ class BucketLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values `[B, H, width, D]`; return those of the bucket, `[B, H, bucket, D]`."""
-        assert self._share is not None  # None only for layers that use the keys of another layer
+        assert self._share is not None
         keys, values = self._share.keys, self._share.values
         keys.index_copy_(2, self._slots, key_states)
         values.index_copy_(2, self._slots, value_states)
@@ -262,3 +331,76 @@ class BucketLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
         return -1
+
+
+class Appended:
+    """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long.
+
+    Args:
+        cache: The cache.
+    """
+
+    def __init__(self, cache: TreeCache) -> None:
+        self._cache = cache
+
+    @property
+    def size(self) -> int:
+        """Slots before the new entries."""
+        return self._cache.start
+
+    def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
+        """Return the cache for a forward over `count` entries, of which `before` were appended since the last commit.
+
+        Args:
+            lengths: `[B]` committed entries of each row.
+            before, count: Numbers of entries.
+        """
+        return self._cache
+
+    def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
+        """Return the mask `[B, 1, T, S]` of T new entries over all slots.
+
+        Args:
+            lengths: `[B]` committed entries of each row.
+            committed: `[B, T, size]` bool, the committed entries that each new one sees.
+            seen: `[B, T, A]` bool, the same of the A entries appended since the last commit, new ones included.
+        """
+        return torch.cat([committed, seen.expand(len(committed), -1, -1)], dim=-1)[:, None]
+
+
+class Bucket:
+    """Where new entries go inside a graph: behind the longest row; `size` slots are attended to. See `Appended`.
+
+    Args:
+        cache: A cache whose memory exists; only its memory is kept.
+        size: Number of slots.
+    """
+
+    def __init__(self, cache: TreeCache, size: int) -> None:
+        self._shares, self.size = [layer.share for layer in cache.layers], size
+
+    def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
+        """See `Appended.cache`."""
+        slots = lengths.amax() + torch.arange(before, before + count, dtype=torch.long, device=lengths.device)
+        return Cache(layers=[BucketLayer(share, slots, self.size) for share in self._shares])
+
+    def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
+        """See `Appended.mask`."""
+        slots = lengths.amax() + torch.arange(seen.shape[-1], dtype=torch.long, device=lengths.device)
+        return committed.index_copy(2, slots, seen.expand(len(committed), -1, -1))[:, None]
+
+    def compact(self, lengths: Tensor, accepted: Tensor) -> None:
+        """Move the accepted `[B, P]` of P appended entries next to those before them; they come first in each row."""
+        if len(lengths) == 1:
+            return  # a single row has no gaps to close
+        offsets = torch.arange(accepted.shape[1], dtype=torch.long, device=lengths.device)
+        targets = lengths[:, None] + offsets
+        sources = torch.where(accepted, lengths.amax() + offsets, targets)
+        rows = torch.arange(len(lengths), dtype=torch.long, device=lengths.device)[:, None]
+        for share in self._shares:
+            assert share is not None
+            for states in (share.keys.transpose(1, 2), share.values.transpose(1, 2)):
+                states[rows, targets] = states[rows, sources]
+
+
+Slots = Appended | Bucket

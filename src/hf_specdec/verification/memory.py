@@ -6,6 +6,7 @@ Buffers are reallocated (rarely) as the text grows, so memory follows the actual
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.verification.one_time import note_one_time_work
 
 logger = logging.getLogger(__name__)
 
-RESERVED_SLOTS = 1024
+ANSWER_SLOTS = 1024
 """Slots allocated for an answer before its length is known."""
 CAPACITY_TIER = 64
 """Capacities of growing caches are rounded up to a multiple of this many slots."""
@@ -42,10 +42,7 @@ def bucket_of(length: int) -> int:
 
 
 def kept_rows(batch_size: int) -> int:
-    """Round a batch size up to a power of two, so that kept memory is rarely reallocated for another batch size.
-
-    Example: 4 for 3 rows.
-    """
+    """Round a batch size up to a power of two, so that kept memory is rarely reallocated for another one."""
     return 1 << max(batch_size - 1, 0).bit_length()
 
 
@@ -60,6 +57,33 @@ def persistent_tensors() -> Iterator[None]:
         yield
 
 
+# ----------------------------------------------------------------------------------------------- one-time work
+
+
+class _Notes(threading.local):
+    count = 0
+
+
+_notes = _Notes()
+
+
+def note_one_time_work() -> None:
+    """Mark the current step of this thread as containing work that is done once rather than in every step.
+
+    Capturing a graph, compiling and growing a cache are such work: a step with it must not be used as the cost of a
+    step. Code that measures steps compares `one_time_work` before and after.
+    """
+    _notes.count += 1
+
+
+def one_time_work() -> int:
+    """Return how often this thread has done one-time work."""
+    return _notes.count
+
+
+# ----------------------------------------------------------------------------------------------- layouts and buffers
+
+
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
     """Shape, device and dtypes of one layer's keys and values, without batch size and length; `==` ignores dtypes."""
@@ -70,6 +94,11 @@ class LayerLayout:
     device: torch.device
     # of keys and values, measured by the probe; not compared, because autocast changes them
     dtypes: tuple[torch.dtype, torch.dtype] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerLayout:
+        """Return the layout of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
+        return cls(keys.shape[1], keys.shape[-1], values.shape[-1], keys.device, (keys.dtype, values.dtype))
 
 
 CacheLayout = tuple[LayerLayout | None, ...]
@@ -89,32 +118,25 @@ class KeyValueBuffer:
     """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of the same shape.
 
     Args:
-        num_layers: n.
-        capacity: S.
-        key_states, value_states: `[B, H, T, Dk]` and `[B, H, T, Dv]` of a layer, which determine shape and dtype.
+        num_layers, capacity: n and S.
+        key_states, value_states: `[B, H, T, *]` of a layer, which determine shape and dtype.
         rows: Rows to allocate, of which the first B are used; None allocates B.
         is_persistent: See `KeyValueStore`.
-
-    Raises:
-        CacheCapacityError: Not enough memory.
     """
 
     def __init__(
-        self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor, *, rows: int | None = None,
+        self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor, rows: int | None = None,
         is_persistent: bool = False,
     ) -> None:  # fmt: skip
-        self._is_persistent, self.layout = is_persistent, layer_layout(key_states, value_states)
-        self._rows, states = len(key_states), (key_states, value_states)
+        self._is_persistent, self._rows = is_persistent, len(key_states)
+        self.layout = LayerLayout.of(key_states, value_states)
         sizes = num_layers, rows or self._rows, capacity
-        self._memory = tuple(_allocate(like, *sizes, is_persistent=is_persistent) for like in states)
+        self._memory = tuple(
+            _allocate(like, *sizes, is_persistent=is_persistent) for like in (key_states, value_states)
+        )
         self.shares = [Share() for _ in range(num_layers)]
         self.num_taken = 0
         self._update_shares()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every layer of the buffer is in use."""
-        return self.num_taken == len(self.shares)
 
     @property
     def keys(self) -> Tensor:
@@ -126,14 +148,10 @@ class KeyValueBuffer:
         """Values `[n, B, H, S, Dv]`."""
         return self._memory[1][:, : self._rows]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the keys."""
-        return self._memory[0].dtype
-
-    def has_rows(self, rows: int) -> bool:
-        """Return whether the buffer can serve this batch size."""
-        return rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
+    def can_serve(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether the memory has this dtype, and as many rows as needed."""
+        has_rows = rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
+        return has_rows and self._memory[0].dtype == dtype
 
     def take(self, rows: int) -> Share:
         """Return the memory of the next free layer, and use the first `rows` rows of all layers."""
@@ -153,11 +171,7 @@ class KeyValueBuffer:
         self._update_shares()
 
     def resize(self, capacity: int) -> None:
-        """Reallocate with another capacity, and copy the slots that fit.
-
-        Raises:
-            CacheCapacityError: Not enough memory; the buffer is unchanged.
-        """
+        """Reallocate with another capacity and copy the slots that fit; without enough memory nothing changes."""
         moved = []
         for states in self._memory:
             num_layers, rows = states.shape[:2]
@@ -181,11 +195,8 @@ class KeyValueBuffer:
         self._memory = ()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots within their rows, in all layers at once; sources and targets may overlap.
-
-        Args:
-            sources, targets: `[B, P]` slots; equal entries leave a slot unchanged.
-        """
+        """Copy slots `[B, P]` within their rows, in all layers at once; sources and targets may overlap."""
+        sources, targets = (slots.to(self.keys.device) for slots in (sources, targets))
         rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
         for states in (self.keys, self.values):
             # advanced indices on both sides of a slice make [B, P, n, H, D]; the right side is copied before the
@@ -198,11 +209,7 @@ class KeyValueBuffer:
 
 
 def _allocate(like: Tensor, num_layers: int, batch: int, capacity: int, *, is_persistent: bool) -> Tensor:
-    """Allocate `[num_layers, B, H, capacity, D]` for layers like `[*, H, *, D]`; zeroed if `is_persistent`.
-
-    Raises:
-        CacheCapacityError: Not enough memory.
-    """
+    """Allocate `[num_layers, B, H, capacity, D]` for layers like `[*, H, *, D]`; zeroed if `is_persistent`."""
     _, heads, _, dim = like.shape
     try:
         if not is_persistent:
@@ -250,28 +257,20 @@ class KeyValueStore:
             buffer.reopen()
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
-        """Return memory for one layer, in the buffer for `layout` if its keys and values match that layout.
+        """Return memory for the first keys and values `[B, H, T, *]` of a layer.
 
-        Kept memory is freed first if it has another dtype or too few rows, and also if the allocation fails.
-
-        Args:
-            layout: Expected layout of the layer, or None.
-            key_states, value_states: `[B, H, T, Dk]` and `[B, H, T, Dv]`, the first ones of the layer.
-
-        Raises:
-            CacheCapacityError: See `make_room`.
+        If they match its expected layout, it is in the buffer that all layers of this layout share. Kept memory is
+        freed first if it has another dtype or too few rows, and also if the allocation fails.
         """
         rows = len(key_states)
-        if self.buffers and (
-            self.buffers[0].dtype != key_states.dtype or not all(buffer.has_rows(rows) for buffer in self.buffers)
-        ):
+        if not all(buffer.can_serve(rows, key_states.dtype) for buffer in self.buffers):
             self._close()
-        actual = layer_layout(key_states, value_states)
+        actual = LayerLayout.of(key_states, value_states)
         shared = self.layout.count(actual) if layout == actual else 1
         try:
             self.make_room(key_states.shape[-2])
             for buffer in self.buffers:
-                if buffer.layout == actual and len(buffer.shares) == shared and not buffer.is_full:
+                if buffer.layout == actual and len(buffer.shares) == shared and buffer.num_taken < shared:
                     return buffer.take(rows)
             buffer = self._new_buffer(shared, key_states, value_states)
         except CacheCapacityError:
@@ -285,7 +284,7 @@ class KeyValueStore:
             return KeyValueBuffer(num_layers, self.capacity, key_states, value_states)
         rows = kept_rows(len(key_states))
         try:
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, rows=rows, is_persistent=True)
+            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, rows, is_persistent=True)
         except CacheCapacityError:  # allocate only what this call needs, without slots for later calls
             self._move(min(self._needed, self.capacity))
             return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, is_persistent=True)
@@ -332,14 +331,3 @@ class KeyValueStore:
         for buffer in self.buffers:
             buffer.resize(capacity)
         self.capacity = capacity
-
-
-def layer_layout(key_states: Tensor, value_states: Tensor) -> LayerLayout:
-    """Return the layout, dtypes included, of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
-    return LayerLayout(
-        key_states.shape[1],
-        key_states.shape[-1],
-        value_states.shape[-1],
-        key_states.device,
-        (key_states.dtype, value_states.dtype),
-    )

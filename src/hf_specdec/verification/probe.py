@@ -25,26 +25,28 @@ from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.records import read_object
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
-from hf_specdec.verification.chain_cache import ChainCache
-from hf_specdec.verification.chain_target import ChainTarget
+from hf_specdec.verification.chains import ChainCache, ChainTarget
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
 from hf_specdec.verification.memory import CacheLayout, LayerLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.plain import PlainRun, refusal, run_plainly, why_not_transformers_loop
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.tree_attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.tree_target import TreeTarget
-from hf_specdec.verification.trial_runs import (
+from hf_specdec.verification.trials import (
     FAILURES,
+    PlainRun,
     enters_autocast,
     first_inputs,
     multiplies_exactly,
+    refusal,
     reproducible,
+    run_plainly,
     run_whole,
+    why_not_transformers_loop,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,12 +59,12 @@ class TargetFacts:
     cache_layout: CacheLayout | None  # layout of the tree cache; None if the model verifies only chains
     chain_only_reason: str  # why it cannot verify trees; empty if it can
     fingerprint: Fingerprint
-    unpacked_reason: str = ""  # why trees are verified without `verification/attention.py`; empty if with it
+    unpacked_reason: str = ""  # why trees are verified without `verification/tree_attention.py`; empty if with it
     uses_autocast: bool = False  # whether its forward enters autocast, as in a trainer's mixed precision
 
     @property
     def uses_packed_attention(self) -> bool:
-        """Whether trees are verified with `verification/attention.py`."""
+        """Whether trees are verified with `verification/tree_attention.py`."""
         return self.supports_trees and not self.unpacked_reason
 
     @property
@@ -74,18 +76,26 @@ class TargetFacts:
         self, model: PreTrainedModel, capacity: int, reserve: int | None,
         outputs: Mapping[str, bool] = MappingProxyType({}), runner: Runner | None = None,
     ) -> Target:  # fmt: skip
-        """Create a target with an empty cache for one generation.
+        """Create a target with an empty cache for one generation with the model that these facts describe.
 
-        Args:
-            model: The model that these facts describe.
-            capacity, reserve: See `TreeCache`; not used for chains.
-            outputs, runner: See `TreeTarget`; chains have no runner.
+        `capacity` and `reserve` are those of `TreeCache`, `outputs` and `runner` those of `TreeTarget`.
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
         new_cache = TreeCache if runner is None else runner.new_cache
         cache = new_cache(self.cache_layout, capacity, reserve)
         return TreeTarget(model, cache, outputs, uses_packed_attention=self.uses_packed_attention, runner=runner)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the fingerprint as JSON values."""
+        layers = None
+        if self.cache_layout is not None:
+            layers = [
+                entry and [entry.num_heads, entry.key_dim, entry.value_dim, *map(str, entry.dtypes or ())]
+                for entry in self.cache_layout
+            ]
+        reasons = {"chain_only_reason": self.chain_only_reason, "unpacked_reason": self.unpacked_reason}
+        return {"layers": layers, **reasons, "uses_autocast": self.uses_autocast}
 
 
 class _CannotVerifyError(Exception):
@@ -159,7 +169,7 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
         facts = _try_forwards(model, fingerprint)
         if file is not None:
             try:
-                write_text(file, json.dumps(_to_json(facts)))
+                write_text(file, json.dumps(facts.to_dict()))
             except InvalidConfigError as error:
                 logger.warning("How %s verifies drafts is not kept for the next time: %s", type(model).__name__, error)
     return facts
@@ -204,30 +214,19 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def _to_json(facts: TargetFacts) -> dict[str, Any]:
-    layers = None if facts.cache_layout is None else [
-        entry and [entry.num_heads, entry.key_dim, entry.value_dim, *map(str, entry.dtypes or ())]
-        for entry in facts.cache_layout
-    ]  # fmt: skip
-    return {
-        "layers": layers, "chain_only_reason": facts.chain_only_reason, "unpacked_reason": facts.unpacked_reason,
-        "uses_autocast": facts.uses_autocast,
-    }  # fmt: skip
-
-
 def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFacts | None:
-    """Return the kept verdict; None if there is none that can be read."""
+    """Return the kept verdict, see `TargetFacts.to_dict`; None if there is none that can be read."""
     if not file.is_file():
         return None
     try:
         kept, layers = read_object(file), list[LayerLayout | None]()
         for entry in kept["layers"] or ():
-            if entry is None:
-                layers.append(None)
-                continue
-            heads, key, value, *names = entry
-            keys, values = (getattr(torch, name.removeprefix("torch.")) for name in names)
-            layers.append(LayerLayout(int(heads), int(key), int(value), model.device, (keys, values)))
+            layer = None
+            if entry is not None:
+                heads, key, value, *names = entry
+                keys, values = (getattr(torch, name.removeprefix("torch.")) for name in names)
+                layer = LayerLayout(int(heads), int(key), int(value), model.device, (keys, values))
+            layers.append(layer)
         reasons = str(kept["chain_only_reason"]), fingerprint, str(kept["unpacked_reason"])
         return TargetFacts(None if kept["layers"] is None else tuple(layers), *reasons, bool(kept["uses_autocast"]))
     except (InvalidConfigError, LookupError, TypeError, ValueError, AttributeError):
@@ -290,20 +289,15 @@ def _probe(
     target: Target, parents: Sequence[int], path: Sequence[int], plain: PlainRun, rounding: Sequence[Tensor] | None,
     allowed: float,
 ) -> Target:  # fmt: skip
-    """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's.
+    """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's; return the target.
 
     A chain's next token is then verified as well, because recurrent layers hold no keys to compare.
 
     Args:
         target: The target to try.
-        parents: Parents of the nodes.
-        path: Nodes with the plain run's tokens; the others get another token.
+        parents, path: Parents of the nodes, and the nodes with the plain run's tokens; the others get another token.
         plain: The plain run.
-        rounding: Distances `[B]` of the model's own logits between two ways to compute them; None: not needed.
-        allowed: Largest distance, relative to the logits or as a multiple of `rounding`.
-
-    Returns:
-        The target.
+        rounding, allowed: See `_compare`, for each token of the answer.
     """
     prompt, answer = plain.prompt, plain.answer
     nodes = torch.stack([answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(4)], dim=-1)
@@ -367,10 +361,9 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
     in a text, are ten times as sensitive to rounding as others. The median row of each half decides.
 
     Args:
-        actual: Logits to check.
-        expected: Logits of plain decoding.
-        rounding: Distance `[B]` between the logits of plain decoding and those recomputed by one forward without a
-            cache; None to compare relative distances.
+        actual, expected: Logits to check, and those of plain decoding.
+        rounding: Distance `[B]` between plain decoding's logits and those recomputed by one forward without a cache;
+            None to compare relative distances.
         place: Where the logits are, for the message.
         allowed: Largest relative distance, or largest multiple of the rounding error.
     """
@@ -378,10 +371,9 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
     if rounding is not None:
         distance = distance / rounding.clamp(*ROUNDING)
     for name, rows in zip(("", " in a padded row"), distance.split(len(actual) // 2), strict=True):
-        if not float(rows.median()) <= allowed:
-            excess = (
-                "" if rounding is None else f" by {float(rows.median()):.1f} times the rounding error of its forward"
-            )
+        middle = float(rows.median())
+        if not middle <= allowed:
+            excess = "" if rounding is None else f" by {middle:.1f} times the rounding error of its forward"
             raise _CannotVerifyError(f"its logits {place}{name} differ from plain decoding's{excess}")
 
 

@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
-from hf_specdec.cpu.measuring import PRODUCT_TOLERANCE, measure_widest, product_error
-from hf_specdec.cpu.operations import DTYPES
+from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
@@ -47,7 +46,7 @@ class Program:
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the results for inputs of any size."""
-        return self.run(*inputs, *self.weights)
+        return self.run(*(tensor.contiguous() for tensor in inputs), *self.weights)
 
 
 class CaptureError(Exception):

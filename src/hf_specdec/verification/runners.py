@@ -22,14 +22,18 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.cpu.operations import rotary
 from hf_specdec.transformers_private import attention_name
-from hf_specdec.verification.attention import AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.cpu_attention import append_and_attend, append_and_attend_joined
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
+from hf_specdec.verification.tree_attention import (
+    AttentionContext,
+    append_and_attend,
+    append_and_attend_joined,
+    attending,
+)
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
@@ -193,7 +197,7 @@ class CompiledForward(Runner):
         token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
-            logits, *states = self._run(tokens.contiguous(), positions.contiguous(), start)
+            logits, *states = self._run(tokens, positions, start)
         finally:
             _RUNNING.reset(token)
         return logits, dict(zip(self._order, states, strict=True))

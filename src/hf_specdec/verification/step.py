@@ -27,13 +27,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class UnreadStep:
-    """A step whose accepted paths were chosen on the device and have not been read by the host.
-
-    Args:
-        draft: As in `Step`.
-        verification: As in `Step`.
-        acceptance: The chosen paths, on the device.
-    """
+    """A `Step` whose accepted paths were chosen on the device and have not been read by the host."""
 
     draft: Draft
     verification: Verification
@@ -42,18 +36,10 @@ class UnreadStep:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Wall-clock seconds of one step, measured on the host; those of a launched draft are measured on the device.
+    """Wall-clock seconds of one step, measured on the host; those of a launched draft are measured on the device."""
 
-    Args:
-        draft: Drafting, including the launch of the next draft and the session's update after the step.
-        verify: The target's forward.
-        rest: Acceptance and commit.
-        active_share: Rows that the forward computed, as a fraction of the batch.
-        usual: False if the step included one-time work: graph capture, compilation or reallocation.
-    """
-
-    draft: float
-    verify: float
-    rest: float
-    active_share: float = 1.0
-    usual: bool = True
+    draft: float  # including the launch of the next draft and the session's update after the step
+    verify: float  # the target's forward
+    rest: float  # acceptance and commit
+    active_share: float = 1.0  # rows that the forward computed, as a fraction of the batch
+    usual: bool = True  # False if the step included one-time work: graph capture, compilation or reallocation

@@ -2,7 +2,7 @@
 
 A target owns the cache of one generation. `TreeTarget` verifies trees with a static cache, `ChainTarget` verifies
 chains with transformers' own. Both use only the model's public forward (masks, position ids, a cache) and forward
-hooks; there is no code per architecture. `verification/probe.py` determines which of the two a model supports.
+hooks; there is no code per architecture. `probe.inspect_target` determines which of the two a model supports.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.features import Features, FeatureTap
-from hf_specdec.verification.length_bounds import UNBOUNDED, LengthBounds
-from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.masks import UNBOUNDED, ChosenStates, LengthBounds, Positions, PromptPadding, Window
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
-from hf_specdec.verification.window import ChosenStates, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,8 @@ class Target(ABC):
     """Whether the model is a part of the target that drafts with the target's cache, see `with_model`."""
     is_adopted = False
     """Whether it continues a cache passed by the user, which must be updated at the end."""
-    cache: TreeCache | ChainCache
+    cache: Cache
+    """A `TreeCache` or a `ChainCache`."""
 
     def __init__(self, model: PreTrainedModel, outputs: Mapping[str, bool] = MappingProxyType({})) -> None:
         self.model, self._outputs = model, outputs
@@ -97,17 +95,14 @@ class Target(ABC):
         return self.cache.start
 
     @property
-    @abstractmethod
     def capacity(self) -> int | None:
         """Number of allocated slots per row; None if the cache grows with every token."""
+        return None
 
     def reach(self, rows: Sequence[int]) -> int:
-        """Return the depth of the deepest draft that crosses none of the model's `bounds`; note the largest position.
+        """Return the depth of the deepest draft after these rows that crosses none of the model's `bounds`.
 
         Reads the device once in a call, and only if a bound is ahead.
-
-        Args:
-            rows: Rows of the batch that have not ended.
         """
         if not self.bounds.ends:
             return UNBOUNDED
@@ -141,11 +136,7 @@ class Target(ABC):
 
     @abstractmethod
     def adopt(self, cache: Cache) -> None:
-        """Continue a transformers cache passed by the user, which is not modified until `hand_back`.
-
-        Raises:
-            UnsupportedGenerationError: The cache cannot be continued.
-        """
+        """Continue a cache passed by the user, which is not modified until `hand_back`; refuse what cannot be."""
 
     @abstractmethod
     def admit(self, draft: Draft) -> Draft:
@@ -161,11 +152,10 @@ class Target(ABC):
 
     @abstractmethod
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Extend all rows of the cache to the same length with padding, as in plain `generate()`.
+        """Pad all rows of the cache to the longest one without its last token, as plain `generate()` does.
 
         Args:
-            new_tokens: Emitted tokens of each row. Afterwards all rows are as long as the longest one without its last
-                token.
+            new_tokens: Emitted tokens of each row.
             pad_token_id: Token appended to shorter rows, after their last emitted token.
         """
 
@@ -174,12 +164,10 @@ class Target(ABC):
         """Run the model over all nodes except the first `known`; return outputs with `logits` `[B, N - known, V]`."""
 
     def keep_rows(self, active: Sequence[int]) -> None:  # noqa: B027  (optional to override)
-        """Leave all rows of the batch but these out of further forwards, if this saves time; by default, it does not.
+        """Leave rows that have ended out of further forwards, if this saves time; by default, it does not.
 
-        Drafts, logits and features keep one entry per row of the batch; those of rows left out are zeros.
-
-        Args:
-            active: Rows that have not ended, ascending. Rows left out before must not be among them.
+        Drafts, logits and features keep one entry per row of the batch; those of rows left out are zeros. The `active`
+        rows are ascending, and none of them was left out before.
         """
 
     def with_model(self, model: PreTrainedModel) -> Target:
@@ -223,19 +211,13 @@ class Target(ABC):
                 self._tap = None
 
     def prefill(
-        self,
-        input_ids: Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *,
-        prompt_logits: bool = False,
-        window: Window | None = None,
-    ) -> Verification:
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *,
+        prompt_logits: bool = False, window: Window | None = None,
+    ) -> Verification:  # fmt: skip
         """Process the prompt with transformers' own prefill (chunks, embeddings, images) and commit it in every row.
 
         Args:
-            input_ids: `[B, P]`.
-            generation_config: Generation config of this call.
+            input_ids, generation_config: `[B, P]`, and the generation config of this call.
             model_kwargs: Inputs prepared by `generate()`, including our cache; `logits_to_keep` may be changed.
             prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
             window: Keep only the features of these tokens of a prompt that is longer and continues no cache.
@@ -257,15 +239,15 @@ class Target(ABC):
             elif self._tap is not None:
                 # with an int, some models (gemma4) skip prompt positions in upper layers; with a tensor they do not
                 model_kwargs["logits_to_keep"] = torch.tensor([-1], dtype=torch.long, device=input_ids.device)
-        known = self.cache.start
-        embeds = model_kwargs.get("inputs_embeds")
+        known, embeds, mask = self.cache.start, model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        rows, width = (input_ids if embeds is None else embeds).shape[:2]
         if self._tap is not None:
             self._tap.clear()
-            rows, width = (input_ids if embeds is None else embeds).shape[:2]
             if window is not None and width > window.size and not known:
+                everything = torch.ones(rows, width, dtype=torch.bool, device=input_ids.device)
+                valid = everything if self.padding is None else self.padding.valid
                 first = min(generation_config.prefill_chunk_size or width, width)
-                device = input_ids.device
-                self._tap.choose(ChosenStates(window, self.padding, rows, width, first, device))
+                self._tap.choose(ChosenStates(window, valid, first))
         self._prompt_kwargs, self._prompt_length = dict(model_kwargs), input_ids.shape[1]
         seen, thread = list[Tensor](), threading.local()
         thread.is_own = True
@@ -279,7 +261,6 @@ class Target(ABC):
             outputs = prefill(self.model, input_ids, generation_config, dict(model_kwargs))
         finally:
             handle.remove()
-        width, mask = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get("attention_mask")
         # a prompt after a given cache may repeat the cache's tokens, which the mask always covers
         self._check_written(max(known + 1, width) if mask is None else mask.shape[1], outputs)
         self.cache.commit_all(outputs.logits.shape[0], width)
@@ -296,15 +277,9 @@ class Target(ABC):
         return Verification(logits, self._features(), *self._layers(outputs))
 
     def _check_written(self, num_tokens: int, outputs: Any = None) -> None:
-        """Check that every layer of the cache holds `num_tokens`, committed or not.
+        """Check that every layer of the cache holds at least `num_tokens`, committed or not.
 
-        Args:
-            num_tokens: Expected tokens; layers may hold more if virtual tokens precede the prompt.
-            outputs: Outputs of a forward for which the model itself chose the cache. If that is another one with as
-                many tokens, they are copied.
-
-        Raises:
-            UnsupportedModelError: The cache holds fewer tokens.
+        With the outputs of a forward for which the model itself chose another cache with as many tokens, copy them.
         """
         found = self.cache.num_written
         if found >= num_tokens or self.is_draft_view:  # drafting may run some layers only
@@ -328,10 +303,8 @@ class Target(ABC):
 
     def _step_inputs(self, tokens: Tensor) -> dict[str, Any]:
         """Return the additional inputs of a verify forward over `tokens` `[B, N]`."""
-        columns = {
-            name: value.expand(tokens.shape) if isinstance(value, Tensor) else value
-            for name, value in self._inputs.items()
-        }
+        inputs = self._inputs.items()
+        columns = {name: value.expand(tokens.shape) if isinstance(value, Tensor) else value for name, value in inputs}
         return {**columns, **self._outputs}
 
     def _features(self) -> Features | None:

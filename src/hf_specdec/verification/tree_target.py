@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.active_rows import ActiveRows, drop_order
-from hf_specdec.verification.adopted_cache import layer_windows
-from hf_specdec.verification.attention import attending
-from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries, tree_masks
+from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
+from hf_specdec.verification.features import Features
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.target import Target, Verification
-from hf_specdec.verification.window import Window
+from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +32,7 @@ class TreeTarget(Target):
     Args:
         model, outputs: See `Target`.
         cache: Cache of this generation; tokens already in it are continued.
-        uses_packed_attention: Whether the layers may use `verification/attention.py`; some accept only attention
+        uses_packed_attention: Whether the layers may use `verification/tree_attention.py`; some accept only attention
             names that they know.
         runner: Compiled or captured forward, used instead of the model's own if it supports the inputs.
     """
@@ -45,14 +41,9 @@ class TreeTarget(Target):
     cache: TreeCache
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: TreeCache,
-        outputs: Mapping[str, bool] = MappingProxyType({}),
-        *,
-        uses_packed_attention: bool = True,
-        runner: Runner | None = None,
-    ) -> None:
+        self, model: PreTrainedModel, cache: TreeCache, outputs: Mapping[str, bool] = MappingProxyType({}), *,
+        uses_packed_attention: bool = True, runner: Runner | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, outputs)
         self.cache, self._uses_packed, self.runner = cache, uses_packed_attention, runner
         self._logged_unused = False  # whether it was logged that the runner is not used
@@ -73,18 +64,10 @@ class TreeTarget(Target):
         """Return the whole draft."""
         return draft
 
-    def prefill(
-        self,
-        input_ids: Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *,
-        prompt_logits: bool = False,
-        window: Window | None = None,
-    ) -> Verification:
+    def prefill(self, *inputs: Any, **options: Any) -> Verification:
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
-        return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits, window=window)
+        return super().prefill(*inputs, **options)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep one path per row, in place."""
@@ -92,21 +75,23 @@ class TreeTarget(Target):
         if active is None:
             self.cache.commit(acceptance.path, acceptance.nodes)
         else:
-            self.cache.commit(*active.of_acceptance(acceptance))
+            self.cache.commit(acceptance.path[active.index], [acceptance.nodes[row] for row in active.rows])
 
     def keep_rows(self, active: Sequence[int]) -> None:
         """See `Target`; the last rows of the cache move to the places of those left out."""
         cache, before = self.cache, self.cache.active
         held = range(self.num_rows) if before is None else before.rows
         count = len(active) if self.runner is None else min(self.runner.num_rows(len(active)), len(held))
-        if count >= len(held) or any(isinstance(value, Tensor) for value in self._inputs.values()):
+        if count >= len(held) or any(isinstance(value, torch.Tensor) for value in self._inputs.values()):
             return
         fillers = [row for row in held if row not in active][: count - len(active)]
         wanted = {*active, *fillers}
         order = drop_order(len(held), [place for place, row in enumerate(held) if row in wanted])
-        rows, device = [held[place] for place in order], execution_device(self.model)
+        rows = tuple([held[place] for place in order])
+        index = torch.tensor(rows, dtype=torch.long, device=execution_device(self.model))
+        padding = None if self.padding is None else self.padding.of_rows(index)
         num_rows = len(held) if before is None else before.num_rows
-        cache.keep_rows(ActiveRows.of(rows, num_rows, self.padding, self.positions, device), order)
+        cache.keep_rows(ActiveRows(rows, num_rows, index, padding, self.positions.of_rows(index)), order)
 
     def _row_lengths(self) -> Mapping[int, int]:
         active = self.cache.active
@@ -118,12 +103,11 @@ class TreeTarget(Target):
         active = self.cache.active
         return 1.0 if active is None else len(active.rows) / active.num_rows
 
-    def verify(self, tree: TokenTree) -> Verification:
-        """See `Target`; logits and features of rows left out are zeros."""
-        verification, active = super().verify(tree), self.cache.active
-        if active is None:
-            return verification
-        return replace(verification, features=active.features_in_batch(verification.features))
+    def _features(self) -> Features | None:
+        features, active = super()._features(), self.cache.active
+        if features is None or active is None:
+            return features
+        return Features({layer: active.in_batch(states) for layer, states in features.states.items()})
 
     def rollback(self, num_nodes: int) -> None:
         """See `Target`."""
@@ -162,10 +146,10 @@ class TreeTarget(Target):
         active = self.cache.active
         if active is None:
             return self._forward(tree, known, self.padding, self.positions)
-        outputs = self._forward(active.of_tree(tree), known, active.padding, active.positions)
+        outputs = self._forward(tree.of_rows(active.index), known, active.padding, active.positions)
         return CausalLMOutputWithPast(logits=active.in_batch(outputs.logits))
 
-    def _step_plainly(self, text: Tensor) -> Any:
+    def _step_plainly(self, text: torch.Tensor) -> Any:
         """Make the step of plain `generate()` after the text `[B, L]`: the model may read all of it again (Phi-3)."""
         num_new = text.shape[1] - self._prompt_length
         inputs = updated_kwargs(self.model, {}, dict(self._prompt_kwargs), num_new)
@@ -189,8 +173,7 @@ class TreeTarget(Target):
         cache, tokens = self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
         all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
-        layout, dtype = self._mask_layout, self.model.dtype
-        ceiling = self._ceiling(tree)
+        layout, dtype, ceiling = self._mask_layout, self.model.dtype, self._ceiling(tree)
         inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
@@ -198,14 +181,13 @@ class TreeTarget(Target):
                 self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
-        ancestors = tree.ancestor_mask()
-        masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, padding, dtype), known)
-        node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths, ceiling)
+        masks, node_positions = inputs.masks_and_positions()
+        masks = last_queries(masks, known)
         with attending(attention_of(masks, inputs) if self._uses_packed else None):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
-                position_ids=node_positions,
+                position_ids=node_positions[..., known:],
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
@@ -227,11 +209,9 @@ class TreeTarget(Target):
             "hidden states that it does not return": layers - runner.layers,
             "another call's cache, or too wide a tree": not runner.can_run(num_nodes, self.cache),
         }
-        found = [name for name, present in obstacles.items() if present]
+        found = ", ".join(name for name, present in obstacles.items() if present)
         if found and not self._logged_unused:
-            logger.info(
-                "The compiled or captured forward of %s is not used (%s).",
-                type(self.model).__name__, ", ".join(found),
-            )  # fmt: skip
+            name = type(self.model).__name__
+            logger.info("The compiled or captured forward of %s is not used (%s).", name, found)
             self._logged_unused = True
         return not found

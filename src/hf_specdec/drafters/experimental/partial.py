@@ -25,7 +25,7 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import execution_device, find_backbone, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.trial_runs import FAILURES, first_inputs, reproducible
+from hf_specdec.verification.trials import FAILURES, first_inputs, reproducible
 
 SkippedLayers = Mapping[int, int | None]
 """Skipped layers by number from 0, each with the length of the tuple that it returns; None if it returns a tensor."""

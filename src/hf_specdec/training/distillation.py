@@ -20,16 +20,13 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.atomic import clear_partials, directory_lock, write_text
+from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import open_regular, path_of, shortened
-from hf_specdec.training.conversations import num_shared, write_parquet
-from hf_specdec.training.data import Message, datasets_package
-from hf_specdec.training.processes import processes
+from hf_specdec.training.data import Message, Prompt, datasets_package, num_shared, rendered
+from hf_specdec.training.objectives import check_settings
 from hf_specdec.training.progress import ticking
-from hf_specdec.training.prompts import INVENTED, Prompt, check_prompts, encode_turn
-from hf_specdec.training.recipes import MOST_TOKENS, check_numbers
-from hf_specdec.training.runs import read_state
+from hf_specdec.training.run_setup import processes, read_state
 from hf_specdec.training.teachers import ModelTeacher, Teacher
 
 logger = logging.getLogger(__name__)
@@ -39,6 +36,12 @@ SETTINGS = ".distill.json"
 
 MAX_TEMPERATURE = 1000
 """Maximum temperature; sampling is practically uniform there."""
+
+MOST_TOKENS = 2**31
+"""Largest value of all other settings."""
+
+MARK = "USER-TURN-8d1f"
+"""Placeholder for the user's text, to find its position in the output of the chat template."""
 
 ROW_FIELDS = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
 """Fields of a row of the dataset, except `model`."""
@@ -71,12 +74,11 @@ class DistillConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("max_new_tokens", "num_turns", "batch_size", "batches_per_part", "max_prompt_tokens",
-                 "max_invented_tokens")  # fmt: skip
-        check_numbers(self, {"seed": 2**63}, MOST_TOKENS)
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
+        check_settings(
+            self,
+            {"seed": (-(2**63), 2**63), "invention_temperature": (0, MAX_TEMPERATURE)},
+            otherwise=(1, MOST_TOKENS),
+        )
         numbers = all(isinstance(value, int | float) and 0 <= value <= MAX_TEMPERATURE for value in self.temperatures)
         if not self.temperatures or not numbers:
             raise InvalidConfigError(
@@ -107,11 +109,6 @@ class _Dialog:
         self.input_ids = [*prompt, *answer]
         self.messages += [{"role": "user", "content": self.pending.pop(0)}, {"role": "assistant", "content": text}]
         self.finish_reason = finish_reason
-
-
-def invented_prompts(count: int) -> list[Prompt]:
-    """Return `count` empty prompts, for which the model invents a user turn or, without a chat template, a text."""
-    return [Prompt((), INVENTED)] * count
 
 
 def distill(
@@ -150,12 +147,17 @@ def distill(
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
-    teacher.check(encode_turn(tokenizer, [], next(iter(parts[0][0].pending), None)))
-    folder = path_of(output_dir)
-    state = processes()
+    teacher.check(_encode_turn(tokenizer, [], next(iter(parts[0][0].pending), None)))
+    plan = [[(dialog.number, dialog.source, dialog.pending, *dialog.messages) for dialog in part] for part in parts]
+    settings = {
+        **asdict(config),
+        "temperatures": list(config.temperatures),
+        "prompts": hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16],
+    }
+    folder, state = path_of(output_dir), processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
-            _claim(folder, {**_settings(config, parts), **teacher.facts()})
+            _claim(folder, {**settings, **teacher.facts()})
         _answer_parts(teacher, tokenizer, folder, config, parts, progress=progress)
         state.wait_for_everyone()
     return folder
@@ -177,7 +179,7 @@ def _answer_parts(
         for index in left:
             rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
             if rows:
-                write_parquet(rows, files[index])
+                _write_part(rows, files[index])
             else:
                 empty[index].touch()
             tokens += sum(sum(row["loss_mask"]) for row in rows)
@@ -188,15 +190,79 @@ def _answer_parts(
         logger.warning("%d answers were dropped: %s.", teacher.num_lost, reasons)
 
 
+def _write_part(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    datasets, parquet = datasets_package(f"Writing {path}")
+    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({
+        "number": datasets.Value("int32"), "source": datasets.Value("string"), "model": datasets.Value("string"),
+        "temperature": datasets.Value("float32"), "messages": datasets.List(message),
+        "input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool")),
+        "finish_reason": datasets.Value("string"),
+    })  # fmt: skip
+    columns = {name: [row[name] for row in rows] for name in features}
+    table = datasets.Dataset.from_dict(columns, features=features).data.table
+    with whole_file(path) as partial:
+        parquet.write_table(table, partial)  # same as Dataset.to_parquet, without a progress bar per file
+
+
 # ------------------------------------------------------------------------------------------------------ the plan
 
 
-def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Dialog]]:
-    """Group the prompts into parts of one temperature and similar length, to need little padding; skip long prompts.
+def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: int) -> None:
+    """Check, before the model is loaded, that there are prompts and that the tokenizer can encode what is asked for.
+
+    Args:
+        prompts: The prompts of `distill`.
+        tokenizer: The target's tokenizer.
+        num_turns: User turns per conversation.
 
     Raises:
-        InvalidConfigError: Only long prompts, or see `check_prompts`.
+        InvalidConfigError: No prompts, or one text instead of a list; several turns or a system message without a chat
+            template; or the model is to invent prompts, but the tokenizer has no token to begin one with, or its chat
+            template changes the user's text.
     """
+    if isinstance(prompts, str):
+        raise InvalidConfigError(
+            "`prompts` must be a list of prompts, got one text.", "Pass [text], or read_prompts(path) for a file."
+        )
+    if not prompts:
+        raise InvalidConfigError("No prompts were given.", "Give prompts, or invented_prompts(n).")
+    if not tokenizer.chat_template and any(isinstance(prompt, Prompt) and prompt.system for prompt in prompts):
+        raise InvalidConfigError("Prompts with a system message need a chat template, but this tokenizer has none.")
+    if num_turns > 1 and not tokenizer.chat_template:
+        raise InvalidConfigError(
+            f"num_turns={num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
+        )
+    invents = any(isinstance(prompt, Prompt) and len(prompt.turns) < num_turns for prompt in prompts)
+    if invents and not _encode_turn(tokenizer, [], None):
+        raise InvalidConfigError(
+            "This tokenizer has no chat template and no token that begins or ends a text, so the model cannot invent "
+            "prompts.",
+            "Give prompts.",
+        )
+
+
+def _encode_turn(tokenizer: Any, messages: Sequence[Message], user_text: str | None) -> list[int]:
+    """Return the token ids of a prompt: `user_text` after the earlier messages, up to the answer.
+
+    Without a text the prompt ends at the start of the user's turn, so that the model invents it. Without a chat
+    template the text stands alone; without both, the prompt is the beginning token or else the end token.
+    """
+    if not tokenizer.chat_template:
+        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        return list(tokenizer(user_text)["input_ids"]) if user_text is not None else begin
+    turn = {"role": "user", "content": MARK if user_text is None else user_text}
+    text = rendered(tokenizer, [*messages, turn], answer_next=user_text is not None)
+    if user_text is None and MARK not in text:
+        raise InvalidConfigError(
+            "This chat template changes the user's text, so the model cannot invent user turns.", "Give prompts."
+        )
+    known = text if user_text is not None else text[: text.index(MARK)]
+    return list(tokenizer(known, add_special_tokens=False)["input_ids"])
+
+
+def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Dialog]]:
+    """Group the prompts into parts of one temperature and similar length, for little padding; skip long prompts."""
     check_prompts(prompts, tokenizer, config.num_turns)
     by_temperature: dict[float, list[tuple[int, _Dialog]]] = {}
     for number, given in enumerate(prompts):
@@ -204,7 +270,7 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
         temperature = float(config.temperatures[number % len(config.temperatures)])
         system: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
         dialog = _Dialog(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]), system)
-        length = len(encode_turn(tokenizer, system, dialog.pending[0])) if dialog.pending else 0
+        length = len(_encode_turn(tokenizer, system, dialog.pending[0])) if dialog.pending else 0
         if length <= config.max_prompt_tokens:
             by_temperature.setdefault(temperature, []).append((length, dialog))
     if not by_temperature:
@@ -219,18 +285,6 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
     return parts
 
 
-def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict[str, Any]:
-    """Return the values that, together with `Teacher.facts`, identify the dataset."""
-    plan = json.dumps([
-        [(dialog.number, dialog.source, dialog.pending, *dialog.messages) for dialog in part] for part in parts
-    ])  # fmt: skip
-    return {
-        **asdict(config),
-        "temperatures": list(config.temperatures),
-        "prompts": hashlib.sha256(plan.encode()).hexdigest()[:16],
-    }
-
-
 def check_new_data(folder: Path) -> None:
     """Raise `InvalidConfigError` if a directory without settings of `distill` has data."""
     data = folder / "data"
@@ -239,48 +293,32 @@ def check_new_data(folder: Path) -> None:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Create the directory with its settings file, or check that the run in it can be resumed; clear partial files.
-
-    Raises:
-        InvalidConfigError: The directory has other or unreadable settings, damaged parts, or data of another origin.
-    """
+    """Create the directory with its settings file, or check that the run in it can be resumed; clear partial files."""
     path = folder / SETTINGS
     clear_partials(folder / "data")
-    if path.exists():
-        known = read_state(path, folder)
-        differing = [name for name in settings if known.get(name) != settings[name]]
-        if differing:
-            changes = ", ".join(f"{name} {shortened(known.get(name))}, now {settings[name]!r}" for name in differing)
-            raise InvalidConfigError(
-                f"{folder} was distilled with other settings: {changes}.",
-                "Use the same settings to resume, or another directory.",
-            )
-        for part in sorted((folder / "data").glob("part-*.parquet")):
-            _check_part(part)
+    if not path.exists():
+        check_new_data(folder)
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(settings, indent=1))
         return
-    check_new_data(folder)
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(settings, indent=1))
-
-
-def _check_part(part: Path) -> None:
-    """Check that an existing part can be read and has all `ROW_FIELDS`.
-
-    Raises:
-        InvalidConfigError: The file is damaged or lacks a field.
-    """
-    parquet = datasets_package("Distilling")[1]
-    open_regular(part).close()
-    try:
-        missing = set(ROW_FIELDS) - set(parquet.read_schema(part).names)
-    except Exception as error:  # pyarrow raises many classes
+    known = read_state(path, folder)
+    differing = [name for name in settings if known.get(name) != settings[name]]
+    if differing:
+        changes = ", ".join(f"{name} {shortened(known.get(name))}, now {settings[name]!r}" for name in differing)
         raise InvalidConfigError(
-            f"{part} cannot be read: {error}.", "Delete it and run the same command to write it again."
-        ) from error
-    if missing:
-        raise InvalidConfigError(
-            f"{part} lacks {', '.join(sorted(missing))}.", "Delete it and run the same command to write it again."
+            f"{folder} was distilled with other settings: {changes}.",
+            "Use the same settings to resume, or another directory.",
         )
+    _, parquet = datasets_package("Distilling")
+    for part in sorted((folder / "data").glob("part-*.parquet")):
+        open_regular(part).close()
+        try:
+            fault = ", ".join(sorted(set(ROW_FIELDS) - set(parquet.read_schema(part).names)))
+            fault = f"lacks {fault}" if fault else ""
+        except Exception as error:  # pyarrow raises many classes
+            fault = f"cannot be read: {error}"
+        if fault:
+            raise InvalidConfigError(f"{part} {fault}.", "Delete it and run the same command to write it again.")
 
 
 # ------------------------------------------------------------------------------------------------------ one part
@@ -297,14 +335,14 @@ def _answer_part(
     active, temperature = list(dialogs), dialogs[0].temperature  # the same in the whole part, see `_plan`
     for turn in range(config.num_turns):
         unprompted = [dialog for dialog in active if not dialog.pending]
-        openings = [encode_turn(tokenizer, dialog.messages, None) for dialog in unprompted]
+        openings = [_encode_turn(tokenizer, dialog.messages, None) for dialog in unprompted]
         call = f"{label}/{turn}"
         invented = teacher.generate(openings, config.invention_temperature, config.max_invented_tokens, f"{call}/user")
         for dialog, ids in zip(unprompted, invented, strict=True):
             text = tokenizer.decode(ids or [], skip_special_tokens=True).strip()
             dialog.pending += [text] if text else []
         active = [dialog for dialog in active if dialog.pending]
-        encoded = {dialog.number: encode_turn(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
+        encoded = {dialog.number: _encode_turn(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
         active = [dialog for dialog in active if 0 < len(encoded[dialog.number]) <= config.max_prompt_tokens]
         prompts = [encoded[dialog.number] for dialog in active]
         answers = teacher.generate(prompts, temperature, config.max_new_tokens, f"{call}/answer")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
+from torch.nn.functional import one_hot, pad, smooth_l1_loss
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
@@ -22,15 +22,15 @@ from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.training.features import TrainingData, openings
-from hf_specdec.training.measures import HeadLoss, Tally
-from hf_specdec.training.recipes import Recipe
-from hf_specdec.training.target_reader import TargetReader
-from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.training.feature_store import TrainingData
+from hf_specdec.training.objectives import HeadLoss, Objective, Recipe, Tally, grown, mean_entropy
+from hf_specdec.training.trainer import fit
 from hf_specdec.validation import check_type
-from hf_specdec.verification.features import LAST
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
+
+MEASURED_STEPS = 5
+"""Minimum number of aligned steps in evaluation, so that heads trained with fewer can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,6 @@ class EagleTrainingConfig(Recipe):
     step_decay: float = 0.8
     soft_tokens: bool = True
     growing: float = 0.0
-
-    def __post_init__(self) -> None:
-        Recipe.__post_init__(self)  # `super()` fails in dataclasses with slots, which replace the class
-        if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
-            raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
-        if not 0.0 <= self.growing <= 1.0:
-            raise InvalidConfigError(f"`growing` must be a fraction of the run, 0 to 1, got {self.growing}.")
-
-    def steps_at(self, progress: float) -> int:
-        """Return the number of aligned steps per batch at a point of the run.
-
-        Args:
-            progress: Fraction of the run that is done.
-        """
-        if progress >= self.growing:
-            return self.aligned_steps
-        return 1 + int((self.aligned_steps - 1) * progress / self.growing)
 
     @classmethod
     def for_head(cls, head: TrainedHead) -> EagleTrainingConfig:
@@ -141,14 +124,7 @@ def train_eagle(
     """
     check_type("head", head, (EagleHead, Eagle3Head, MtpHead), "Block heads: train_dflash. Medusa: train_medusa.")
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
-    length = objective.recipe.answer_tokens
-    data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
-    trained: TrainedHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
-    return trained
-
-
-MEASURED_STEPS = 5
-"""Minimum number of aligned steps in evaluation, so that heads trained with fewer can be compared."""
+    return fit(objective, model, data, arguments, resume=resume, held_out=held_out)
 
 
 class EagleObjective(Objective):
@@ -158,45 +134,28 @@ class EagleObjective(Objective):
     feature is the target's at step 0, and the head's output of step j-1 at position t-1 at step j. A position is
     trained only if all tokens from x[t-j+1], the root of such a draft, to x[t+2] are answer tokens.
 
-    Args:
-        head: The head.
-        target: The frozen target.
-        config: Settings.
-
     Raises:
         InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, or a head with a sliding window.
     """
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
-        super().__init__(head)
+        super().__init__(head, target, config)
         if config.feature_weight and isinstance(head, Eagle3Head):
             raise InvalidConfigError(
                 "An EAGLE-3 head predicts no features and needs feature_weight=0.",
                 "Use EagleTrainingConfig.for_head(head).",
             )
-        own = tuple(head.feature_layers)
-        self.layers = own if own[-1] == LAST else (*own, LAST)
-        self.recipe = config
-        if head.config.sliding_window is not None:
-            raise InvalidConfigError(
-                "Training attends to the whole context, but this head has a sliding window.",
-                "Set sliding_window=None in its config.",
-            )
-        self._width = len(own) * head.target_hidden_size
-        if head.config.own_embedding:  # not trained
-            head.embed_tokens.requires_grad_(False)
-        self._target = TargetReader(target, head.hot_token_ids, head.embedding_for(target))
 
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
     ) -> HeadLoss:
         """See `Objective.forward`."""
-        recipe, size = self.recipe, self.head.target_hidden_size
-        wanted = features[:, 1:, -size:]  # [B, T-1, D] the features to predict at each position
-        with torch.no_grad():
-            embeddings = self._target.embed(input_ids[:, 1:]).to(features.device, self.dtype)
-            read = features[:, :-1, : self._width].to(self.dtype)
-            if self.training:
+        recipe = self.recipe
+        own, states = self.split(features)
+        read, wanted = own[:, :-1], states[:, 1:]  # [B, T-1, D] the features to predict at each position
+        embeddings = self._target.embed(input_ids[:, 1:], read)
+        if self.training:
+            with torch.no_grad():
                 read = read + (torch.rand_like(read) - 0.5) * recipe.noise
         trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers
         with torch.no_grad():
@@ -207,23 +166,22 @@ class EagleObjective(Objective):
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
         hidden, attend = self.head.fuse(read), AlignedAttention(self.head.config.num_hidden_layers)
-        total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained)
-        num_steps = recipe.steps_at(self.progress) if self.training else max(recipe.aligned_steps, MEASURED_STEPS)
+        total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained, self._target, measure)
+        num_steps = max(recipe.aligned_steps, MEASURED_STEPS)
+        if self.training:
+            num_steps = grown(recipe.aligned_steps, self.progress, recipe.growing)
         for step in range(num_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
             logits = self.head.score(drafted, self._target.logits).float()
-            # not a mean: it would be NaN in a batch without trained positions
-            count = max(len(drafted), 1)
-            loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
+            loss = mean_entropy(logits, probs[rows[trained]], recipe.token_weight)
             if recipe.feature_weight:
                 distance = smooth_l1_loss(drafted.float(), wanted[trained].float(), reduction="sum")
-                loss = loss + recipe.feature_weight * distance / (count * size)
+                loss = loss + recipe.feature_weight * distance / (max(len(drafted), 1) * states.shape[-1])
             if step < recipe.aligned_steps:
                 total = total + recipe.step_decay**step * loss
-            if measure:
-                tally.add(trained, *self._target.correct(logits, wanted[trained], following[trained], measure))
-                tally.move_on()
+            tally.add(trained, logits, wanted[trained], following[trained])
+            tally.move_on()
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
             trained = trained & pad(trained[:, :-1], (1, 0))
         return HeadLoss(total, tally.counts())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -26,10 +27,9 @@ from transformers import PreTrainedModel
 from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, open_regular, path_of
-from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
-from hf_specdec.training.processes import processes
+from hf_specdec.training.data import TOKEN_ID_LIMIT, Conversation, check_tokens, opening_mask
 from hf_specdec.training.progress import ticking
-from hf_specdec.training.runs import read_state
+from hf_specdec.training.run_setup import processes, read_state
 from hf_specdec.transformers_private import model_name
 from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.model import execution_device, text_config
@@ -39,8 +39,8 @@ INDEX = "features.json"
 
 
 @torch.no_grad()
-def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
-    """Return the features `[B, T, layers * D]` of right-padded conversations in the target's dtype, without gradient.
+def target_features(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
+    """Return the features `[B, T, layers * D]` of right-padded conversations in the target's dtype.
 
     Args:
         model: The target.
@@ -58,15 +58,7 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
     return tap.take().of(layers)
 
 
-def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
-    """Return how many bytes `capture_features` writes to an empty directory, without file headers and index.
-
-    Args:
-        model, conversations, layers: As for `capture_features`.
-    """
-    tokens = sum(len(conversation.input_ids) for conversation in conversations)
-    size = int(text_config(model).hidden_size) * len(layers)
-    return tokens * (size * model.dtype.itemsize + 8 + 1)
+# ------------------------------------------------------------------------------------------------------ reading data
 
 
 class FeatureStore(Dataset[dict[str, Tensor]]):
@@ -94,6 +86,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
         self.layers: tuple[int, ...] = tuple(index["layers"])
         self.lengths: list[int] = index["lengths"]
         self._full_lengths = self.lengths
+        self._chosen: list[int] | None = None  # places in `layers` of those to return; None for all
         self._places = [(file, row) for file, count in enumerate(index["counts"]) for row in range(count)]
         missing = [file for file in range(len(index["counts"])) if not _part(self.folder, file).exists()]
         if missing:
@@ -102,47 +95,77 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
                 "Run capture_features(...) again; it resumes after the last stored part.",
             )
         if answer_tokens:
-            self.lengths = [len(mask) for mask in self._opening_masks()]
+            self.lengths = []
+            for file, places in groupby(self._places, key=lambda place: place[0]):
+                with _opened(_part(self.folder, file)) as tensors:
+                    for _, row in places:
+                        mask = tensors.get_tensor(f"{row}.loss_mask").bool()
+                        self.lengths.append(len(opening_mask(mask, answer_tokens)))
 
     def opening(self, answer_tokens: int) -> FeatureStore:
         """Return the same dataset with only the first `answer_tokens` tokens of each answer to train on."""
         return FeatureStore(self.folder, answer_tokens)
 
-    def _opening_masks(self) -> Iterator[Tensor]:
-        for file, places in groupby(self._places, key=lambda place: place[0]):
-            with _opened(_part(self.folder, file)) as tensors:
-                for _, row in places:
-                    yield opening_mask(tensors.get_tensor(f"{row}.loss_mask").bool(), self.answer_tokens)
+    def select(self, layers: Sequence[int]) -> FeatureStore:
+        """Return the same dataset with the features of these layers, in their order; without layers, of all.
+
+        Raises:
+            InvalidConfigError: A layer was not captured.
+        """
+        if any(layer not in self.layers for layer in layers):
+            raise InvalidConfigError(
+                f"Features of the layers {list(self.layers)} were captured, but this head reads {list(layers)}.",
+                f"Capture them with layers={list(layers)}.",
+            )
+        selected = copy.copy(self)
+        if layers and tuple(layers) != self.layers:
+            selected._chosen = [self.layers.index(layer) for layer in layers]
+        return selected
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         file, row = self._places[index]
+        names = ("input_ids", "loss_mask", "features")
         with _opened(_part(self.folder, file)) as tensors:
-            self._check(tensors, row, self._full_lengths[index])
-            if not self.answer_tokens:
-                return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
-            mask = opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
-            ids, features = (tensors.get_slice(f"{row}.{name}")[: len(mask)] for name in ("input_ids", "features"))
-            return {"input_ids": ids, "loss_mask": mask, "features": features}
-
-    @staticmethod
-    def _check(tensors: Any, row: int, length: int) -> None:
-        """Check the shapes and dtypes of a conversation's tensors.
-
-        Raises:
-            SafetensorError: They differ from what `capture_features` writes.
-        """
-        found = [tensors.get_slice(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")]
-        (ids, mask, features), dtypes = (each.get_shape() for each in found), [each.get_dtype() for each in found]
-        fits = ids == mask == [length] and features[:1] == [length] and len(features) == 2
-        if not fits or dtypes[:2] != ["I64", "BOOL"] or not dtypes[2].startswith(("F", "BF")):
-            raise SafetensorError(f"conversation {row} has shapes {ids}, {mask}, {features} of {', '.join(dtypes)}")
+            slices = [tensors.get_slice(f"{row}.{name}") for name in names]
+            shapes, dtypes = [each.get_shape() for each in slices], [each.get_dtype() for each in slices]
+            length, features = [self._full_lengths[index]], shapes[2]
+            fits = shapes[0] == shapes[1] == length and features[:1] == length and len(features) == 2
+            if not fits or dtypes[:2] != ["I64", "BOOL"] or not dtypes[2].startswith(("F", "BF")):
+                raise SafetensorError(f"conversation {row} has the shapes {shapes} and dtypes {', '.join(dtypes)}")
+            ids, mask, features = (each[: self.lengths[index]] for each in slices)
+            if self.answer_tokens:
+                mask = opening_mask(slices[1][:], self.answer_tokens)
+        if self._chosen is not None:
+            features = features.unflatten(1, (len(self.layers), -1))[:, self._chosen].flatten(1)
+        return {"input_ids": ids, "loss_mask": mask, "features": features}
 
 
 TrainingData = FeatureStore | Sequence[Conversation]
 """Captured features, or conversations whose features are computed in every step."""
+
+
+class ConversationDataset(Dataset[dict[str, Tensor]]):
+    """Dataset of conversations without captured features: `input_ids [T]` long and `loss_mask [T]` bool."""
+
+    def __init__(self, conversations: Sequence[Conversation]) -> None:
+        self._conversations = conversations
+        self.lengths = [len(conversation.input_ids) for conversation in conversations]
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        conversation = self._conversations[index]
+        mask = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
+        return {"input_ids": torch.tensor(conversation.input_ids, device="cpu"), "loss_mask": mask}
+
+
+def as_dataset(data: TrainingData, layers: Sequence[int]) -> FeatureStore | ConversationDataset:
+    """Return a dataset with `lengths`, the tokens of each conversation; captured features are of these layers."""
+    return data.select(layers) if isinstance(data, FeatureStore) else ConversationDataset(data)
 
 
 def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
@@ -166,6 +189,49 @@ def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
     if isinstance(data, FeatureStore):
         return data.opening(answer_tokens)
     return [conversation.opening(answer_tokens) for conversation in data]
+
+
+def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) -> dict[str, Tensor]:
+    """Batch items of a dataset with right padding, which `loss_mask` excludes.
+
+    Returns:
+        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
+
+    Raises:
+        InvalidConfigError: A token id is negative or outside the target's vocabulary.
+    """
+    for ids in (row["input_ids"] for row in rows):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            raise InvalidConfigError(
+                f"A conversation has token ids from {int(ids.min())} to {int(ids.max())}, the target's vocabulary has "
+                f"{vocab_size} tokens.",
+                "Use data that was tokenised for this target.",
+            )
+    names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
+    batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
+    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows], device="cpu")}
+
+
+def with_features(batch: dict[str, Tensor], target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
+    """Return a batch of `collate` with `features [B, T, layers * D]`; if none were captured, run the target."""
+    if "features" in batch or not layers:
+        return batch
+    features = target_features(target, batch["input_ids"], batch["lengths"], layers)
+    return {**batch, "features": features.to(batch["input_ids"].device)}
+
+
+# --------------------------------------------------------------------------------------------------------- capturing
+
+
+def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
+    """Return how many bytes `capture_features` writes to an empty directory, without file headers and index.
+
+    Args:
+        model, conversations, layers: As for `capture_features`.
+    """
+    tokens = sum(len(conversation.input_ids) for conversation in conversations)
+    size = int(text_config(model).hidden_size) * len(layers)
+    return tokens * (size * model.dtype.itemsize + 8 + 1)
 
 
 def capture_features(
@@ -207,11 +273,15 @@ def capture_features(
     folder, state = path_of(folder), processes()
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
-    lengths = [len(conversation.input_ids) for conversation in ordered]
     content = json.dumps([(conversation.input_ids, conversation.loss_mask) for conversation in ordered])
-    index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
-             "conversations": hashlib.sha256(content.encode()).hexdigest(), "model": model_name(model.config),
-             "dtype": str(model.dtype)}  # fmt: skip
+    index = {
+        "layers": list(layers),
+        "lengths": [len(conversation.input_ids) for conversation in ordered],
+        "counts": [len(part) for part in parts],
+        "conversations": hashlib.sha256(content.encode()).hexdigest(),
+        "model": model_name(model.config),
+        "dtype": str(model.dtype),
+    }
     with directory_lock(folder, "capture") if state.is_main_process else nullcontext():
         with state.main_process_first():
             missing = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
@@ -239,7 +309,7 @@ def _capture_parts(
         for number in bar:
             rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in parts[number]]
             sizes = torch.tensor([len(row) for row in rows], device="cpu")
-            features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
+            features = target_features(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
             tensors = {}
             for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
                 tensors[f"{place}.input_ids"] = row
@@ -255,11 +325,7 @@ def _part(folder: Path, number: int) -> Path:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Context manager that opens a file of captured features for reading.
-
-    Raises:
-        InvalidConfigError: The file cannot be opened, or reading it, also in the block, raises `SafetensorError`.
-    """
+    """Open a file of captured features; convert a `SafetensorError`, also of the block."""
     try:
         open_regular(path).close()
         with safe_open(path, framework="pt") as tensors:
@@ -272,11 +338,6 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_index(folder: Path) -> Fields:
-    """Read the index of a folder of captured features.
-
-    Raises:
-        InvalidConfigError: The index cannot be read or has invalid fields.
-    """
     index = read_state(folder / INDEX, folder)
     valid = all(
         isinstance(index.get(name), list) and all(type(value) is int and value >= minimum for value in index[name])
@@ -290,11 +351,7 @@ def _read_index(folder: Path) -> Fields:
 
 
 def check_features_folder(folder: Path | None) -> None:
-    """Check that a directory holds captured features or nothing, or does not exist; None is accepted.
-
-    Raises:
-        InvalidConfigError: It holds something else.
-    """
+    """Raise `InvalidConfigError` if a directory holds something else than captured features; None is accepted."""
     if folder is None or not folder.is_dir() or (folder / INDEX).exists():
         return
     if any(path.suffix != ".lock" for path in folder.iterdir()):
@@ -304,14 +361,7 @@ def check_features_folder(folder: Path | None) -> None:
 def _prepare_folder(
     folder: Path, index: dict[str, Any], model: PreTrainedModel, missing: Sequence[Conversation]
 ) -> list[int]:
-    """Write the folder's index, or check that an existing one is for the same data; return the layers to capture.
-
-    Removes partial files of dead processes.
-
-    Raises:
-        InvalidConfigError: The folder holds something else, lacks a layer or has a damaged index, or the disk is too
-            small for the `missing` conversations.
-    """
+    """Write the folder's index, or check that an existing one is for the same data; return the layers to capture."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder)
     path = folder / INDEX
@@ -333,5 +383,4 @@ def _prepare_folder(
             "Use another disk or fewer conversations, or train without captured features.",
         )
     write_text(path, json.dumps(index))
-    layers: list[int] = index["layers"]
-    return layers
+    return index["layers"]

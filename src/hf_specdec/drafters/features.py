@@ -1,0 +1,496 @@
+"""Drafting from the target's features: EAGLE heads, MTP modules and block heads.
+
+Entry t of a head's cache belongs to the target's feature of token x[t]; an EAGLE head combines it with the embedding
+of x[t+1]. Entries made from the target's features are committed; those appended while a tree grows are rolled back.
+
+What a kind of head computes are functions of tensors (`HeadFunctions`): read new entries, and draft behind them. The
+session calls them as they are, or captured as device graphs, alone or both in one graph (`DraftGraphs`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.drafters.base import DraftContext
+from hf_specdec.drafters.launching import LaunchingSession, features_of
+from hf_specdec.heads.stages import Stages
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import StaticLevels, TreeShape, choices_within
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.validation import Choice
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.graph_backends import GraphBackend
+from hf_specdec.verification.graphs import (
+    CAPTURED_WIDTHS,
+    Appended,
+    Bucket,
+    Graphed,
+    Input,
+    KeptMemory,
+    Key,
+    Slots,
+    width_for,
+)
+from hf_specdec.verification.masks import PromptPadding, Window, committed_slots, shifted_padding
+from hf_specdec.verification.memory import bucket_of
+from hf_specdec.verification.step import Step, UnreadStep
+
+RESERVED_SLOTS = 512
+"""Free slots kept after the text in a head's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLimits:
+    """The largest tree that is drafted in one generation, and the tokens that the head sees."""
+
+    budget: Budget
+    choices: tuple[Choice, ...] | None  # the paths of a static tree; None: the tree is dynamic
+    window: Window | None = None  # tokens that the head attends to; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Committed text that a draft layer has not read yet; an entry combines a feature with the token after it."""
+
+    features: Tensor  # [B, T, layers * D] the target's features at T tokens
+    tokens: Tensor  # [B, T] the token after each of these
+    path: Tensor  # [B, T] indices of the valid entries, in order; -1 beyond
+    nodes: Sequence[Sequence[int]] | None  # `path` on the host, unpadded; None if the host has not read the step yet
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of valid entries in each row; `nodes` must not be None."""
+        assert self.nodes is not None
+        return [len(row) for row in self.nodes]
+
+    @property
+    def valid(self) -> Tensor:
+        """`[B, T]` bool, True at the valid entries."""
+        indices = torch.arange(self.tokens.shape[1], dtype=torch.long, device=self.path.device)
+        return (self.path[:, :, None] == indices).any(1)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Entries]) -> Entries:
+        """Concatenate the entries of several steps along T."""
+        if len(parts) == 1:
+            return parts[0]
+        offsets = [sum(part.tokens.shape[1] for part in parts[:index]) for index in range(len(parts))]
+        moved = [
+            torch.where(part.path >= 0, part.path + offset, -1) for part, offset in zip(parts, offsets, strict=True)
+        ]
+        path, width = torch.cat(moved, dim=-1), offsets[-1] + parts[-1].tokens.shape[1]
+        path = torch.where(path >= 0, path, width).sort(dim=-1).values
+        nodes = None
+        if all(part.nodes is not None for part in parts):
+            nodes = [
+                [offset + n for part, offset in zip(parts, offsets, strict=True) for n in (part.nodes or ())[row]]
+                for row in range(len(path))
+            ]
+        return cls(
+            torch.cat([part.features for part in parts], dim=1),
+            torch.cat([part.tokens for part in parts], dim=1),
+            torch.where(path == width, -1, path),
+            nodes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A tree to draft, and the number of cache entries that drafting it appends."""
+
+    shape: TreeShape
+    num_entries: int
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What distinguishes the graphs of plans."""
+        return self.shape.choices if isinstance(self.shape, StaticLevels) else self.shape, self.num_entries
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the tree."""
+        return len(self.shape.steps) if isinstance(self.shape, StaticLevels) else self.shape.num_steps
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the host decides at each level if to go on."""
+        return isinstance(self.shape, Budget) and self.shape.min_level_probability > 0
+
+
+class HeadFunctions(ABC):
+    """What a kind of head computes, as functions of tensors. They hold nothing of a call and never read the device."""
+
+    @abstractmethod
+    def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
+        """Return the plan of a tree: that of `levels` if it is static, else within `budget`.
+
+        Args:
+            budget: Budget of the tree.
+            levels: The static tree.
+            largest: Budget of the largest tree of the call.
+        """
+
+    @abstractmethod
+    def read_prompt(self, prompt: Entries, padding: PromptPadding | None, cache: TreeCache) -> Tensor:
+        """Append a prompt's entries to an empty cache; `padding` is that of the entries. Returns as `read`."""
+
+    @abstractmethod
+    def read(
+        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
+        padding: PromptPadding | None,
+    ) -> Tensor:  # fmt: skip
+        """Append the entries of accepted tokens; return the head's features `[B, 1, D]` of each row's last one.
+
+        Args:
+            slots: Where they are appended.
+            features: `[B, T, layers * D]` the target's features.
+            tokens: `[B, T]` the token after each.
+            valid: `[B, T]` bool, False where a row has no entry.
+            lengths: `[B]` committed entries of each row, including padding.
+            padding: Padding of the committed entries.
+        """
+
+    @abstractmethod
+    def draft(
+        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
+        plan: DraftPlan,
+    ) -> Draft:  # fmt: skip
+        """Draft a tree behind the committed entries; its own entries are appended for the caller to roll back.
+
+        Args:
+            roots: `[B]`.
+            last: `[B, 1, D]` from `read`.
+            slots, lengths, padding: See `read`.
+            plan: The tree.
+        """
+
+
+def committed_for(
+    slots: Slots, lengths: Tensor, padding: PromptPadding | None, places: Tensor, window: int | None
+) -> Tensor:
+    """Return which committed entries `[B, T, slots.size]` new entries at `places` `[B, T]` of their rows see."""
+    if slots.size == 0:  # behind no prompt
+        return torch.zeros(*places.shape, 0, dtype=torch.bool, device=places.device)
+    seen = committed_slots(lengths, slots.size, padding)[:, None].expand(-1, places.shape[1], -1)
+    if window is None:
+        return seen
+    columns = torch.arange(slots.size, dtype=torch.long, device=places.device)
+    return seen & (places[:, :, None] - columns < window)
+
+
+def first_positions(lengths: Tensor, padding: PromptPadding | None) -> Tensor:
+    """Return the position `[B, 1]` of the first entry behind the committed ones."""
+    return (lengths if padding is None else lengths - padding.counts)[:, None]
+
+
+class DraftGraphs:
+    """A head's functions as graphs, and the cache memory that they use. Concurrent calls draft without graphs.
+
+    Args:
+        backend: Graph backend of the head's device.
+    """
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self.memory = KeptMemory()
+        self.reads, self.drafts = Graphed(backend, "The draft layer"), Graphed(backend, "Tree growth")
+        self.steps = Graphed(backend, "The drafting step")
+
+    def captured_keys(self) -> list[Key]:
+        """Return the keys of all captured shapes."""
+        return [key for graphed in (self.reads, self.drafts, self.steps) for key in graphed.captured_keys()]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProgram:
+    """How a drafter's head runs, if not as it is."""
+
+    stages: Stages
+    graphs: DraftGraphs | None  # None if the device has none
+
+
+class FeatureSession(LaunchingSession):
+    """A session that reads the target's features of the committed tokens into a cache, once per token.
+
+    With a window W (`LayerLimits.window`), only the first `SINKS` and the last W tokens of a longer prompt are read.
+    When the longest row of the cache then exceeds `SINKS + W` slots by more than `Window.spare`, every row keeps its
+    first `SINKS` and its last W tokens; this is done between two steps. A new entry attends to all entries that the
+    cache holds. Keys keep the rotation of their true position, and new entries continue to count from there.
+
+    Args:
+        functions: What the head computes.
+        head: The head.
+        graphs: The functions as graphs, or None.
+        context: The prompt; must include the target's features.
+        limits: The largest tree.
+
+    Raises:
+        ValueError: The context has no features.
+    """
+
+    def __init__(
+        self, functions: HeadFunctions, head: Any, graphs: DraftGraphs | None, context: DraftContext,
+        limits: LayerLimits,
+    ) -> None:  # fmt: skip
+        if context.features is None:
+            raise ValueError(
+                f"A session of {type(head).__name__} needs the target's features of the prompt, got none."
+            )
+        super().__init__(context.roots)
+        self._functions, self._limits, self._feature_layers = functions, limits, head.feature_layers
+        self._cache: TreeCache = head.new_cache(RESERVED_SLOTS)
+        self._graphs = graphs if head.device == context.roots.device else None
+        if self._graphs is not None:
+            self._cache = self._graphs.memory.new_cache((None,) * len(self._cache.layers), 0, RESERVED_SLOTS)
+        self._static: dict[Budget, StaticLevels] = {}
+        self._pending: list[Entries] = []
+        self._known_lengths: list[int] = []  # cached tokens before the step that the host has not read
+        self._last: Tensor | None = None  # see `HeadFunctions.read`
+        self._is_padded = context.padding is not None
+        self._prompt: Entries | None
+        self._prompt, self._padding = prompt_entries(context, head.feature_layers, limits.window)
+        self._constants: tuple[object, tuple[Tensor, Tensor] | None] = (None, None)
+
+    def _follow(self, step: Step | UnreadStep) -> None:
+        kept, states = step.acceptance, features_of(step).of(self._feature_layers)
+        if isinstance(kept, Acceptance):
+            nodes: list[range] | None = [range(count) for count in kept.counts]
+        else:
+            nodes, unread = None, [*([] if self._prompt is None else [self._prompt]), *self._pending]
+            lengths = self._cache.lengths or [0] * len(kept.path)
+            for part in unread:
+                lengths = [length + count for length, count in zip(lengths, part.counts, strict=True)]
+            self._known_lengths = lengths
+        path = torch.where(kept.path >= 0, torch.arange(kept.path.shape[1], device=kept.path.device), -1)
+        self._pending.append(Entries(_at_path(states, kept.path), kept.tokens.clamp(min=0), path, nodes))
+
+    def _settle(self, acceptance: Acceptance) -> None:
+        known = zip(self._known_lengths, acceptance.counts, strict=True)
+        self._cache.correct_lengths([length + count for length, count in known])
+
+    def observe(self, step: Step) -> None:
+        """See `LaunchingSession.observe`. With a window, two more things keep the memory bounded.
+
+        If more than `window.spare` entries are pending, they are read, because `hybrid` may not query the head for a
+        long time. If the cache exceeds the window by more than `window.spare`, the tokens outside of it are dropped.
+        """
+        super().observe(step)
+        window = self._limits.window
+        if window is None:
+            return
+        if sum(part.tokens.shape[1] for part in self._pending) > window.spare:
+            self._read_unread()
+        if self._cache.start > window.size + window.spare:  # keep the tokens within it, without reading the device
+            lengths = self._lengths
+            slots, valid = window.choose(committed_slots(lengths, self._cache.start, self._padding))
+            totals = lengths if self._padding is None else lengths - self._padding.counts
+            self._cache.keep(slots)
+            self._padding = shifted_padding(valid, totals)
+
+    def close(self) -> None:
+        """Release the cache."""
+        if self._graphs is not None:
+            self._graphs.memory.release(self._cache)
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self._cache.lengths_on(self._roots.device, len(self._roots))
+
+    def _read_unread(self) -> None:
+        """Read all entries that the head has not read yet into the cache."""
+        if self._prompt is not None:
+            prompt, self._prompt = self._prompt, None
+            self._last = self._functions.read_prompt(prompt, self._padding, self._cache)
+            self._commit(prompt)
+        if self._pending:
+            entries, self._pending = Entries.joined(self._pending), []
+            self._last = self._read(entries)
+            self._commit(entries)
+
+    def _commit(self, entries: Entries) -> None:
+        if entries.nodes is None:
+            self._cache.commit_unread(entries.path)
+        else:
+            self._cache.commit(entries.path, entries.nodes)
+
+    def _plan(self, budget: Budget) -> DraftPlan:
+        levels, choices = None, self._limits.choices
+        budget = budget.within(self._limits.budget)
+        if choices is not None:
+            levels = self._static.get(budget) or StaticLevels.of(choices_within(choices, budget), self._roots.device)
+            self._static[budget] = levels
+        return self._functions.plan(budget, levels, self._limits.budget)
+
+    # ---------------------------------------------------------------------------------------------- read and draft
+
+    def _read(self, entries: Entries) -> Tensor:
+        (rows, width), graphs, functions = entries.tokens.shape, self._graphs, self._functions
+        inputs = entries.features, entries.tokens, entries.valid
+        if graphs is None or width > CAPTURED_WIDTHS[-1] or not self._has_memory:
+            return functions.read(Appended(self._cache), *inputs, self._lengths, self._padding)
+        width = width_for(width)
+        bucket = self._bucket(width)
+
+        def read(features: Tensor, tokens: Tensor, valid: Tensor, *committed: Tensor) -> Sequence[Tensor]:
+            lengths, padding = _lengths_and_padding(*committed)
+            return [functions.read(bucket, features, tokens, valid, lengths, padding)]
+
+        padded = (Input(tensor, width) for tensor in inputs)
+        key = rows, width, bucket.size
+        (last,) = graphs.reads(key, read, *padded, *self._committed(bucket), moves=graphs.memory.moves)
+        return last
+
+    def _draft(self, budget: Budget) -> Draft:
+        self._read_unread()
+        assert self._last is not None
+        graphs, functions, plan, rows = self._graphs, self._functions, self._plan(budget), len(self._roots)
+        if graphs is None or plan.stops_early or not self._has_memory:
+            slots, lengths = Appended(self._cache), self._lengths
+            draft = functions.draft(slots, self._roots, self._last, lengths, self._padding, plan)
+            self._cache.rollback()
+            return draft
+        bucket = self._bucket(plan.num_entries)
+
+        def grow(roots: Tensor, last: Tensor, *committed: Tensor) -> Sequence[Tensor]:
+            return _outputs(functions.draft(bucket, roots, last, *_lengths_and_padding(*committed), plan))
+
+        inputs = Input(self._roots), Input(self._last), *self._committed(bucket)
+        results = graphs.drafts((rows, bucket.size, *plan.key), grow, *inputs, moves=graphs.memory.moves)
+        return _drafted(results, plan)
+
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """See `LaunchingSession.launch`; with graphs, one graph reads the step and drafts."""
+        graphs, functions, plan, kept = self._graphs, self._functions, self._plan(budget), step.acceptance
+        (rows, width), num_states = kept.path.shape, step.draft.tree.num_nodes
+        if (
+            graphs is None
+            or self._prompt is not None
+            or self._pending
+            or plan.stops_early
+            or max(num_states, width) > CAPTURED_WIDTHS[-1]
+            or not self._has_memory
+        ):
+            return super().launch(step, budget)
+        num_states, width = width_for(num_states), width_for(width)
+        bucket = self._bucket(width + plan.num_entries)
+
+        def advance(
+            states: Tensor, path: Tensor, tokens: Tensor, roots: Tensor, *committed: Tensor
+        ) -> Sequence[Tensor]:
+            lengths, padding = _lengths_and_padding(*committed)
+            accepted = path >= 0
+            last = functions.read(bucket, _at_path(states, path), tokens.clamp(min=0), accepted, lengths, padding)
+            bucket.compact(lengths, accepted)
+            lengths = lengths + accepted.sum(-1)
+            outputs = _outputs(functions.draft(bucket, roots, last, lengths, padding, plan))
+            # one copy takes the features and the log-probabilities along; the conversion is exact
+            wide = torch.promote_types(last.dtype, outputs[-1].dtype)
+            return [*outputs, lengths, last.to(wide)]
+
+        lengths = list(self._cache.lengths)
+        *results, grown, last = graphs.steps(
+            (rows, num_states, width, bucket.size, *plan.key),
+            advance,
+            Input(features_of(step).of(self._feature_layers), num_states),
+            Input(kept.path, width, -1),
+            Input(kept.tokens, width),
+            Input(kept.next_token),
+            *self._committed(bucket),
+            moves=graphs.memory.moves,
+        )
+        self._cache.append_unread(width, grown)
+        self._known_lengths, self._roots, self._last = lengths, kept.next_token, last
+        self._note_launched(budget, _drafted(results, plan))
+        return ()
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether graphs can use the cache: it is the one with the kept memory, which the first forward allocates."""
+        assert self._graphs is not None
+        return self._graphs.memory.owns(self._cache) and self._cache.layers[0].is_initialized
+
+    def _bucket(self, num_entries: int) -> Bucket:
+        """Make room for new entries, and return where a graph appends them."""
+        end = self._cache.start + num_entries
+        self._cache.store.make_room(end)
+        return Bucket(self._cache, min(bucket_of(end), self._cache.capacity))
+
+    def _committed(self, bucket: Bucket) -> Sequence[Input]:
+        """Return the inputs for `_lengths_and_padding`; the padding seldom changes."""
+        padding, constants = self._constants
+        if constants is None or padding is not self._padding:
+            lengths, given = self._lengths, self._padding
+            nothing = lengths.new_ones(len(lengths), 0, dtype=torch.bool), torch.zeros_like(lengths)
+            constants = nothing if given is None else (given.valid, given.counts)
+            self._constants = given, constants
+        valid, counts = constants
+        return (
+            Input(self._lengths), Input(valid, bucket.size, fill=True, is_constant=True),
+            Input(counts, is_constant=True),
+        )  # fmt: skip
+
+
+def _lengths_and_padding(lengths: Tensor, valid: Tensor, counts: Tensor) -> tuple[Tensor, PromptPadding]:
+    return lengths, PromptPadding(valid, counts, counts)
+
+
+def _at_path(states: Tensor, path: Tensor) -> Tensor:
+    """Return the hidden states `[B, P, D]` at the nodes of paths `[B, P]`; arbitrary beyond a path."""
+    index = path.clamp(min=0).to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
+    return states.gather(1, index)
+
+
+def _outputs(draft: Draft) -> list[Tensor]:
+    assert draft.log_probs is not None
+    return [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape), draft.log_probs]
+
+
+def _drafted(outputs: Sequence[Tensor], plan: DraftPlan) -> Draft:
+    tokens, parents, log_probs = outputs
+    return Draft(TokenTree(tokens, parents, max_depth=plan.max_depth), log_probs)
+
+
+def prompt_entries(
+    context: DraftContext, layers: Sequence[int], window: Window | None
+) -> tuple[Entries, PromptPadding | None]:
+    """Return a prompt's entries within a window, and their padding.
+
+    Tokens in a cache passed by the user have no features, virtual tokens (prompt tuning) have no ids: both are left
+    out. Without token ids (`inputs_embeds`), the entries have only the root's.
+
+    Args:
+        context: The prompt, with features.
+        layers: Numbers of the hidden states to read.
+        window: The window, or None.
+    """
+    assert context.features is not None
+    features, chosen, padding = context.features.of(layers), context.features.chosen, context.padding
+    tokens = torch.cat([context.input_ids[:, 1:], context.roots[:, None]], dim=-1)
+    rows, device, has_ids = len(tokens), tokens.device, context.input_ids.shape[1] > 0
+    if chosen is None:
+        width = min(features.shape[1], tokens.shape[1]) if has_ids else features.shape[1]
+        features, tokens = features[:, -width:], tokens[:, -width:]
+        padding = None if padding is None else padding.last(width)
+        valid = torch.ones(rows, width, dtype=torch.bool, device=device) if padding is None else padding.valid
+        slots = torch.arange(width, dtype=torch.long, device=device).expand(rows, -1)
+    else:  # `Target.prefill` has kept only a part, perhaps for another drafter
+        width, valid, slots = chosen.num_slots, chosen.valid, chosen.slots
+    is_cut = window is not None and len(slots[0]) > window.size
+    if window is not None and is_cut:
+        index, kept = window.choose(valid)
+        features = features.gather(1, index.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
+        slots, valid = slots.gather(1, index), kept
+    if chosen is not None or is_cut:
+        tokens = tokens.gather(1, slots) if has_ids else tokens
+        counts = 0 if padding is None else padding.counts
+        totals = torch.full((rows,), width, dtype=torch.long, device=device) - counts
+        padding = shifted_padding(valid, totals)
+    num = slots.shape[1]
+    path = torch.arange(num, dtype=torch.long, device=device).expand(rows, -1)
+    return Entries(features, tokens, path, [range(num)] * rows), padding
