@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import re
 import shlex
 import subprocess
@@ -465,15 +464,6 @@ def test_progress_is_a_plain_line_if_stderr_is_no_terminal(monkeypatch: Patch, c
     with working("Counting"):
         pass
     assert capsys.readouterr().err == ""
-
-
-def test_the_hub_client_does_not_announce_new_tries(model_path: Path, monkeypatch: Patch) -> None:
-    logger = logging.getLogger("huggingface_hub.utils._http")
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "level", logging.WARNING)
-    logger.manager._clear_cache()  # type: ignore[attr-defined]
-    assert logger.isEnabledFor(logging.WARNING)
-    assert run(monkeypatch, "inspect", model_path / "head") == 0
-    assert not logger.isEnabledFor(logging.WARNING)
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch: Patch, capsys: Captured) -> None:
