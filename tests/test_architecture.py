@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
 MAX_LINES = {
     "acceptance": 1115, "bench": 1005, "checkpoints": 3679, "cli": 2571, "control": 1375, "cpu": 1524,
     "drafters": 6680, "generation": 3537, "heads": 4252, "reporting": 386, "training": 5217, "trees": 729,
-    "verification": 5172, "viz": 1028,
+    "verification": 5172, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1404

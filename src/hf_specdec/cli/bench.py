@@ -121,15 +121,15 @@ def bench(
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("answers", total=len(questions) * len({"plain", *names}))
-        for row in benchmark.measure(lm, tokenizer, questions, names, max_new_tokens=max_new_tokens, rounds=rounds,
-                                     settings=settings, all_turns=all_turns):  # fmt: skip
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rounds": rounds, "all_turns": all_turns}
+        for row in benchmark.measure(lm, tokenizer, questions, names, settings=settings, **limits):
             rows.append(row)
             progress.advance(task)
     summary = benchmark.summarise(rows)
     _show(summary, rows, dtype_of(lm), source)
     if output is not None:
-        document = {"environment": benchmark.environment(lm), "head": source, "summary": summary,
-                    "measurements": [asdict(row) for row in rows]}  # fmt: skip
+        document = {"environment": benchmark.environment(lm), "head": source, "summary": summary}
+        document["measurements"] = [asdict(row) for row in rows]
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
