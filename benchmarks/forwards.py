@@ -21,7 +21,7 @@ import transformers
 from torch.nn import functional
 
 from hf_specdec import bench
-from hf_specdec.control.costs import verify_seconds
+from hf_specdec.control.costs import time_forwards
 from hf_specdec.cpu import library, operations
 from hf_specdec.generation import loading
 from hf_specdec.verification.compiling import make_runner
@@ -101,7 +101,7 @@ def main():
         taken = {(name, width): [] for name in forms for width in options.widths}
         for _ in range(options.rounds):
             for name, (given, runner) in forms.items():
-                seconds = verify_seconds(model, options.widths, context, given, rounds=2, runner=runner)
+                seconds = time_forwards(model, options.widths, context, given, rounds=2, runner=runner)
                 for width, value in seconds.items():
                     taken[name, width].append(1000 * value)
         for name in forms:

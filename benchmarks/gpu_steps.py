@@ -101,19 +101,21 @@ def around_steps(before: Callable[[Any], None], after: Callable[[Any], None]) ->
     """Call functions with the drafter's session before and after every step of every call."""
     from hf_specdec.generation import decode
 
-    original = decode._step
+    begin, lap = decode._Loop.begin_step, decode._Loop.lap
 
-    def step(call: Any, session: Any, *others: Any, **named: Any) -> Any:
-        before(session)
-        found = original(call, session, *others, **named)
-        after(session)
-        return found
+    def begin_step(loop: Any) -> None:
+        before(loop._session)
+        begin(loop)
 
-    decode._step = step
+    def ended(loop: Any) -> Any:
+        after(loop._session)
+        return lap(loop)
+
+    decode._Loop.begin_step, decode._Loop.lap = begin_step, ended
     try:
         yield
     finally:
-        decode._step = original
+        decode._Loop.begin_step, decode._Loop.lap = begin, lap
 
 
 def in_threads(*runs: Callable[[], Any]) -> list[Any]:

@@ -1,10 +1,12 @@
 """Compare block heads that their authors' classes saved with ours: block logits, chains, trees, and whole answers.
 
-The files come from the scripts in `tests/engines`, see `test_block_engines.py`.
+The files come from the scripts in `tests/engines`, see `test_engines.py`.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.cache import TreeCache
 
 Tensors = dict[str, Tensor]
+PYTHON = os.environ.get("SPECULATORS_PYTHON")
+
+
+def run_script(name: str, *arguments: Path) -> None:
+    """Run a script of `tests/engines` with the Python that has speculators."""
+    script = Path(__file__).parent / "engines" / name
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(PYTHON), script, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class Block:

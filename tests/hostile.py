@@ -31,7 +31,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, load_head
-from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.checkpoints.hub import inspect_head
 from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError
 from hostile_kinds import HARMLESS_ENDS, MORE_MUTATIONS, any_field, any_native_field
 from layouts import Example, V, all_examples

@@ -36,7 +36,7 @@ import zoo
 from hf_specdec import AdaptiveConfig, SpeculativeConfig, SpeculativeDecodingError
 from hf_specdec.bench import read_questions
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.training import (
     DistillConfig,
     EagleTrainingConfig,
@@ -168,7 +168,7 @@ class Workshop:
 
     def recipe(self, path: Path) -> None:
         """Settings of every objective."""
-        fields = read_object(path)
+        fields = read_json(path)
         for kind in (EagleTrainingConfig, MedusaTrainingConfig):
             known = {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
             kind().changed(**(known or fields))
@@ -177,7 +177,7 @@ class Workshop:
 
     def arguments(self, path: Path) -> None:
         """Arguments for the Trainer."""
-        head_arguments(self.folder / "nowhere", read_object(path), use_cpu=True)
+        head_arguments(self.folder / "nowhere", read_json(path), use_cpu=True)
 
     def tiers(self, path: Path) -> None:
         """A policy, from its file."""
@@ -185,7 +185,7 @@ class Workshop:
 
     def speculative(self, path: Path) -> None:
         """What a service would pass on of a request."""
-        SpeculativeConfig.from_dict(read_object(path)).to_dict()
+        SpeculativeConfig.from_dict(read_json(path)).to_dict()
 
     def table(self, path: Path) -> None:
         """Recycled tokens."""

@@ -1,18 +1,8 @@
-"""Servers whose answers are malformed, endless or hostile; run as a process of its own to measure time and memory.
-
-    PYTHONPATH=tests python -W ignore tests/hostile_servers.py --count 4000 --seed 0
-
-Prints a JSON object: how many answers were lost for which reason, how many were valid, what was not an outcome of the
-project's own, the slowest call in seconds, and the memory gained in megabytes.
-"""
+"""Servers whose answers are malformed, endless or hostile."""
 
 from __future__ import annotations
 
-import argparse
-import copy
 import json
-import random
-import resource
 import socket
 import threading
 import time
@@ -22,9 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hf_specdec import InvalidConfigError
-from hf_specdec.training import ServerTeacher
-from zoo import VOCAB_SIZE, chat_tokenizer
+from zoo import VOCAB_SIZE
 
 TIMEOUT = 4.0
 """Seconds that an answer may take here."""
@@ -98,24 +86,7 @@ def reset(connection: socket.socket) -> None:
 # ------------------------------------------------------------------------------------------------------ the table
 
 NO_NUMBERS: list[Any] = ["1", True, False, None, -1, 1.0, 1.5, [], [1], {}, {"a": 1}, 2**31, 2**70, -(2**70), "", "x"]
-NO_IDS: list[Any] = [
-    -1,
-    VOCAB_SIZE,
-    2**31,
-    2**63,
-    2**64,
-    2**70,
-    -(2**70),
-    "5",
-    "",
-    None,
-    True,
-    False,
-    5.0,
-    [5],
-    [],
-    {},
-]
+NO_IDS: list[Any] = [-1, VOCAB_SIZE, 2**31, 2**64, 2**70, -(2**70), "5", "", None, True, False, 5.0, [5], [], {}]
 OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 GOOD = json.dumps(completion()).encode()
 MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "us"}]}
@@ -341,91 +312,4 @@ def serving(replies: list[Reply]) -> Iterator[tuple[Hostile, str]]:
             thread.join()
 
 
-# ------------------------------------------------------------------------------------------------------ at random
-
-
-def any_value(rng: random.Random, depth: int = 0) -> Any:
-    plain = [*NO_NUMBERS, *NO_IDS, "stop", "length", " w05", "\ud800", 0, 1, 2, 5, 92]
-    if depth < 3 and rng.random() < 0.3:
-        if rng.random() < 0.5:
-            return [any_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-        names = ["text", "choices", "usage", "token_ids", "x", "finish_reason"]
-        return {rng.choice(names): any_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-    return rng.choice(plain)
-
-
-def mutated(rng: random.Random) -> Reply:
-    """A valid answer with fields changed, or with bytes changed, or a reply of the table with bytes changed."""
-    if rng.random() < 0.6:
-        value = completion(choice__token_ids=[5]) if rng.random() < 0.5 else completion()
-        for _ in range(rng.randrange(1, 4)):
-            place = rng.choice([value, value.get("usage"), (value.get("choices") or [None])[0]])
-            if isinstance(place, dict) and place:
-                name = rng.choice([*place, "stop_reason", "matched_stop", "token_ids"])
-                place[name] = any_value(rng)
-                if rng.random() < 0.2:
-                    del place[name]
-            if not isinstance(value.get("choices"), list):
-                break
-        return of(copy.deepcopy(value))
-    finite = [reply for name, reply in TABLE if isinstance(reply, bytes) and len(reply) < 10**4]
-    changed = bytearray(rng.choice([of(completion()), rng.choice(finite)]))
-    for _ in range(rng.randrange(1, 6)):
-        if not changed:
-            break
-        at = rng.randrange(len(changed))
-        kind = rng.randrange(4)
-        if kind == 0:
-            changed[at] = rng.randrange(256)
-        elif kind == 1:
-            del changed[at : at + rng.randrange(1, 40)]
-        elif kind == 2:
-            changed[at:at] = rng.randbytes(rng.randrange(1, 20))
-        else:
-            del changed[at:]
-    return bytes(changed)
-
-
 TABLE = malformed()
-
-
-def is_valid(answer: list[int]) -> bool:
-    return len(answer) <= MAX_NEW_TOKENS + 1 and all(
-        type(token) is int and 0 <= token < VOCAB_SIZE for token in answer
-    )
-
-
-def check_all(count: int, seed: int) -> dict[str, Any]:
-    """Send the table and `count` random replies through a teacher, 64 at a time."""
-    rng = random.Random(seed)
-    replies = [reply for _, reply in TABLE] + [mutated(rng) for _ in range(count)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    strange, slowest, num_valid = [], 0.0, 0
-    with serving(replies) as (_, url):
-        teacher = ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT)
-        teacher.check(prompt_of(len(replies)))
-        for start in range(0, len(replies), 64):
-            prompts = [prompt_of(number) for number in range(start, min(start + 64, len(replies)))]
-            begin = time.perf_counter()
-            try:
-                said = teacher.generate(prompts, 0.0, MAX_NEW_TOKENS, f"{start}")
-            except InvalidConfigError as error:
-                strange.append(f"{start}: {error}")
-                continue
-            except Exception as error:
-                strange.append(f"{start}: {type(error).__name__}: {error}"[:300])
-                continue
-            slowest = max(slowest, time.perf_counter() - begin)
-            num_valid += sum(answer is not None for answer in said)
-            strange += [f"{start}: {answer}" for answer in said if answer is not None and not is_valid(answer)]
-    gained = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"answers": len(replies), "valid": num_valid, "lost": teacher.lost.most_common(), "strange": strange,
-            "slowest batch": round(slowest, 2), "megabytes": round(gained)}  # fmt: skip
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    print(json.dumps(check_all(options.count, options.seed), indent=1))

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_specdec import AutoSpeculativeModelForCausalLM, EagleHead, SpeculativeGenerationMixin, load_head
-from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.checkpoints.hub import inspect_head
 
 TOKEN = "hf_secret"
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from hf_specdec import SpeculativeGenerationMixin
+
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,6 +60,11 @@ def save(
         mapping.update(dict.fromkeys(part, name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": mapping}))
     return tensors
+
+
+def loaded(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return SpeculativeGenerationMixin.attach(model.eval())
 
 
 def module_tensors(kind: str, config: Any, fused: bool = False) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
+from hf_specdec.acceptance.accepted import DeviceAccount, RowEnds
 from hf_specdec.acceptance.rules import descend, match_at_once
 from hf_specdec.acceptance.transcript import Draws, Transcript
 from hf_specdec.drafters.base import Drafter
@@ -31,7 +31,7 @@ from hf_specdec.verification.memory import LayerLayout
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads
 
-READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/pipelining.py:finish"))
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/accepted.py:finish"))
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
@@ -102,7 +102,7 @@ def test_the_same_answers_with_one_read_per_step(
 
 UPLOADED_PER_CALL = (
     "verification/target.py:prefill", "transformers_private.py:prefill", "verification/masks.py:of",
-    "verification/cache.py:lengths_on", "acceptance/row_ends.py:__init__",
+    "verification/cache.py:lengths_on", "acceptance/accepted.py:__init__",
     "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
     "trees/growth.py:of", "elsewhere",
 )  # fmt: skip
@@ -189,7 +189,7 @@ def test_a_drafter_of_another_package_is_launched_before_the_read(models: tuple[
     drafter = RepeatingDrafter()
     there.add_drafter(drafter)
     assert generate(there, 1, "sim", speculative="repeating") == generate(here, 1, "cpu")
-    assert drafter.heard.count("UnreadStep") >= len(drafter.heard) - 2  # a plain step at the end is not followed
+    assert drafter.heard.count("Step") >= len(drafter.heard) - 2  # a plain step at the end is not followed
     there.remove_drafter("repeating")
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.control.cost_model import CostModelController
+from hf_specdec.control.controller import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.candidates import Candidate, Candidates
@@ -71,21 +71,25 @@ class Source:
     seconds: float = 0.0
     depth: int = 6
     seed: int = 0
+    look: float = 0.0  # seconds to list the candidates at one place, if it is free
+    row_factors: Sequence[float] = ()  # of the accuracy, by row; empty: 1 for all
     asked: list[int] = field(default_factory=list)  # the steps in which it drafted
     records: Mapping[int, float] = field(default_factory=dict)  # seconds that the n-th draft takes once, by n from 1
 
     def is_right(self, name: str, row: int, position: int, step: int) -> bool:
-        return random.Random(f"{self.seed} {name} {row} {position}").random() < self.accuracy(step)
+        factor = self.row_factors[row] if self.row_factors else 1.0
+        return random.Random(f"{self.seed} {name} {row} {position}").random() < factor * self.accuracy(step)
 
 
 class _Foreseen(Candidates):
     """One row's continuation as a source sees it; a place is a position, and whether all before it was right."""
 
-    def __init__(self, name: str, source: Source, row: int, position: int, step: int) -> None:
-        self._name, self._source, self._row, self._step = name, source, row, step
+    def __init__(self, name: str, source: Source, row: int, position: int, step: int, clock: Clock) -> None:
+        self._name, self._source, self._row, self._step, self._clock = name, source, row, step, clock
         self.start = (position, True)
 
     def after(self, place: tuple[int, bool]) -> Sequence[Candidate]:
+        self._clock.now += self._source.look
         position, on_path = place
         right = on_path and self._source.is_right(self._name, self._row, position, self._step)
         token = token_at(self._row, position + 1) if right else WRONG + position
@@ -97,13 +101,16 @@ class _Foreseen(Candidates):
 
 
 class _FreeSession(CandidateSession):
-    def __init__(self, name: str, source: Source, call: Call) -> None:
-        self._name, self._source, self._call = name, source, call
+    def __init__(self, name: str, source: Source, call: Call, clock: Clock) -> None:
+        self._name, self._source, self._call, self._clock = name, source, call, clock
 
     @property
     def candidates(self) -> Sequence[Candidates]:
         call = self._call
-        return [_Foreseen(self._name, self._source, row, at, call.steps) for row, at in enumerate(call.positions)]
+        return [
+            _Foreseen(self._name, self._source, row, at, call.steps, self._clock)
+            for row, at in enumerate(call.positions)
+        ]
 
     def propose(self, budget: Budget) -> Draft:
         raise AssertionError("a free source is heard candidate by candidate")
@@ -156,7 +163,7 @@ class _Part(Drafter):
         assert call is not None
         if self._source.seconds:
             return _HeadSession(self.method, self._source, call, self._world.clock)
-        return _FreeSession(self.method, self._source, call)
+        return _FreeSession(self.method, self._source, call, self._world.clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,8 @@ class World:
         clock: The scenario's.
         sources: By name; kept, with what was learned of them, from call to call.
         seconds: What a verify forward takes: nodes per row, rows and the number of the step to seconds.
-        measured: What the product believes that to be when a call begins: nodes to seconds; None is the truth.
+        measured: What the product believes that to be when a call begins: nodes to seconds; None is the truth, and an
+            empty mapping means that no step was timed yet.
         records: Seconds that the forward of a step takes once more, to record a graph, by number of the step.
     """
 
@@ -195,7 +203,10 @@ class World:
         """What the product knows of the costs of so many rows, kept from call to call."""
         if rows not in self._costs:
             truth = {width: self._seconds(width, rows, self.steps) for width in (1, 2, 4, 8, 16, 32)}
-            self._costs[rows] = StepCosts(self._measured or truth)
+            if self._measured is not None and not self._measured:
+                self._costs[rows] = StepCosts.expected(torch.device("cpu"), rows=rows, widest=32)
+            else:
+                self._costs[rows] = StepCosts(self._measured or truth)
         return self._costs[rows]
 
     def generate(self, steps: int, rows: int = 1, ends: Mapping[int, int] | None = None) -> list[Taken]:
@@ -225,12 +236,13 @@ class World:
             if self.steps in self.records:
                 note_one_time_work()
             self.clock.now += verified
-            step = Step(draft, None, self._accepted(draft.tree, going))  # type: ignore[arg-type]
+            seconds = StepSeconds(drafted, verified, 0.0, usual=one_time_work() == noted)
+            step = Step(draft, None, self._accepted(draft.tree, going), seconds)  # type: ignore[arg-type]
             for row, tokens in enumerate(step.acceptance.emitted):
                 call.positions[row] += len(tokens)
             session.observe(step)
             roots = step.acceptance.next_token
-            controller.observe(step, StepSeconds(drafted, verified, 0.0, usual=one_time_work() == noted))
+            controller.observe(step)
             self.steps += 1
             call.steps = self.steps
             heard = frozenset(name for name, source in self.sources.items() if len(source.asked) > asked[name])
@@ -238,7 +250,7 @@ class World:
         session.close()
         return taken
 
-    def _accepted(self, tree: TokenTree, going: Sequence[bool]) -> Acceptance:
+    def _accepted(self, tree: TokenTree, going: Sequence[bool]) -> Accepted:
         """The longest path of each row that goes on which the text agrees with."""
         assert self.call is not None
         tokens, parents = tree.tokens.tolist(), tree.parents.expand(tree.tokens.shape).tolist()
@@ -257,7 +269,7 @@ class World:
         width = max(1, *map(len, paths))
         last = [tokens_of[-1] if tokens_of else tokens[row][0] for row, tokens_of in enumerate(emitted)]
         drafted = [sum(parent >= 0 for parent in row) for row in parents]
-        return Acceptance(
+        return Accepted(
             torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths]),
             torch.tensor([[*row, *[-1] * (width - len(row))] for row in emitted]),
             torch.tensor(last), tuple(map(tuple, paths)), tuple(map(tuple, emitted)), tuple(drafted),

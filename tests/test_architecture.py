@@ -44,13 +44,13 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1115, "bench": 1005, "checkpoints": 3679, "cli": 2571, "control": 1375, "cpu": 1524,
-    "drafters": 6680, "generation": 3537, "heads": 4252, "reporting": 386, "training": 5217, "trees": 729,
-    "verification": 5172, "viz": 1026,
+    "acceptance": 1084, "bench": 1005, "checkpoints": 3142, "cli": 2571, "control": 1189, "cpu": 1410,
+    "drafters": 6673, "generation": 3188, "heads": 3151, "reporting": 386, "training": 4453, "trees": 699,
+    "verification": 4772, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1404
-MAX_CLOSURE = 9564
+MAX_LINES_AT_THE_TOP = 1408
+MAX_CLOSURE = 7955
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 
 

@@ -16,15 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 import drafters
 import zoo
-from block_engines import Block, corrected
+from block_engines import PYTHON, Block, corrected, run_script
 from hf_specdec import CheckpointFormatError, DFlashHead, SpeculativeGenerationMixin, export_head, load_head
 from hf_specdec.checkpoints.export import lost_settings
-from hf_specdec.cli import app
-from test_engines import PYTHON, run_script
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 MIXED, ALL = [SLIDES, FULL], [SLIDES, SLIDES]
@@ -240,24 +237,6 @@ def test_a_layer_that_dflash_reads_otherwise_is_refused(tmp_path: Path) -> None:
     causal = make(aux_hidden_state_layer_ids=[1, 4], causal=True)
     causal.check_sizes(zoo.build("llama").config)
     check_same(causal, load_head(export_head(causal, tmp_path / "jetspec", format="dflash")))
-
-
-def test_formats_are_for_their_heads(tmp_path: Path) -> None:
-    model = zoo.build("llama")
-    with pytest.raises(CheckpointFormatError, match="is for DFlashHead, this is EagleHead"):
-        export_head(drafters.random_head(model), tmp_path / "out", format="dflash")
-    with pytest.raises(CheckpointFormatError, match="is for Eagle3Head, this is DFlashHead"):
-        export_head(make(), tmp_path / "out", format="sglang")
-
-
-def test_the_command_converts_block_heads(tmp_path: Path) -> None:
-    make(top_k=3).save_pretrained(tmp_path / "head")
-    done = CliRunner().invoke(
-        app, ["convert", str(tmp_path / "head"), str(tmp_path / "out"), "--format", "dflash"], catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
-    assert "top_k" in done.output
-    assert load_head(tmp_path / "out").layout == "dflash"
 
 
 ANCHORS = (1, 5, 12)

@@ -54,6 +54,10 @@ def test_commit_keeps_exactly_the_paths(batch_size: int, layout: list[LayerLayou
         nodes = rng.randint(1, 6)
         marks = 100 + 10 * step + torch.arange(nodes).expand(batch_size, -1)
         append(cache, marks)
+        if step % 3 == 0:
+            assert cache.get_seq_length() == max(cache.lengths) + nodes
+            cache.rollback()
+            append(cache, marks)
         paths = [sorted(rng.sample(range(nodes), rng.randint(0, nodes))) for _ in range(batch_size)]
         width = max(1, *map(len, paths))
         cache.commit(torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths]), paths)
@@ -66,34 +70,18 @@ def test_commit_keeps_exactly_the_paths(batch_size: int, layout: list[LayerLayou
             assert committed(cache, row) == [texts[row]] * LAYERS
 
 
-def test_rollback_forgets_what_was_appended() -> None:
-    cache = TreeCache(LAYOUT, capacity=16)
-    append(cache, torch.tensor([[1, 2]]))
-    cache.commit_all(1, 0)
-    append(cache, torch.tensor([[3, 4]]))
-    append(cache, torch.tensor([[5]]))
-    assert cache.get_seq_length() == 5
-    cache.rollback()
-    assert cache.get_seq_length() == 2
-    cache.reset()
-    assert cache.get_seq_length() == 0
-
-
 def test_one_buffer_for_all_layers_weighs_what_the_formula_says() -> None:
     cache = TreeCache(LAYOUT, capacity=32)
     append(cache, torch.zeros(2, 3))
     assert len(cache.buffers) == 1
-    assert cache.num_bytes == LAYERS * 2 * 32 * HEADS * (KEY_DIM + VALUE_DIM) * 4
+    (buffer,) = cache.buffers
+    assert buffer.keys.nbytes + buffer.values.nbytes == LAYERS * 2 * 32 * HEADS * (KEY_DIM + VALUE_DIM) * 4
     assert measured_layout(cache) == tuple(LAYOUT)
-
-
-def test_layers_that_hold_nothing_cost_nothing() -> None:
-    cache = TreeCache([LAYOUT[0], None, LAYOUT[0]], capacity=32)
+    cache = TreeCache([LAYOUT[0], None, LAYOUT[0]], capacity=32)  # a layer that holds nothing
     for index in (0, 2):
         cache.update(torch.zeros(1, HEADS, 3, KEY_DIM), torch.zeros(1, HEADS, 3, VALUE_DIM), index)
-    cache.commit_all(1, 0)
-    assert measured_layout(cache)[1] is None
-    assert cache.num_bytes == 2 * 32 * HEADS * (KEY_DIM + VALUE_DIM) * 4
+    assert measured_layout(cache) == (LAYOUT[0], None, LAYOUT[0])
+    assert [len(buffer.shares) for buffer in cache.buffers] == [2]
 
 
 def test_a_layer_that_does_not_fit_its_layout_gets_a_buffer_of_its_own() -> None:
@@ -183,14 +171,6 @@ def test_an_empty_cache_is_adopted_and_gets_what_was_committed() -> None:
         assert committed(again, 0)[0] == [1, 2, 3, 6]
         again.hand_back(config)
         assert back.layers[1].keys[0, 0, :, 0].tolist() == [1001, 1002, 1003, 1006]
-
-
-def test_what_the_cache_tells_transformers_of_itself() -> None:
-    cache = TreeCache(LAYOUT, capacity=16)
-    append(cache, torch.zeros(1, 3))
-    assert cache.get_mask_sizes(2, 0) == (5, 0)
-    assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == 16
-    assert cache.is_sliding == [False] * LAYERS
 
 
 def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:

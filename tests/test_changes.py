@@ -28,7 +28,7 @@ from hf_specdec import (
     UnsupportedModelError,
 )
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.generation import hooks, state
+from hf_specdec.generation import call, state
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import CACHE_FIELD
@@ -233,7 +233,7 @@ def test_an_answer_that_could_be_long_costs_what_it_becomes(model: Any, method: 
 
 def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
-    monkeypatch.setattr(hooks, "ANSWER_SLOTS", 10)
+    monkeypatch.setattr(call, "ANSWER_SLOTS", 10)
     monkeypatch.setattr("hf_specdec.verification.memory.CAPACITY_TIER", 4)
     monkeypatch.setattr("hf_specdec.drafters.features.RESERVED_SLOTS", 3)
     monkeypatch.setattr("hf_specdec.acceptance.transcript.RESERVED_TOKENS", 5)

@@ -25,7 +25,7 @@ from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.bench import PEERS
 from hf_specdec.bench.methods import SHOWN_SUFFIXES, SUFFIXES
-from hf_specdec.checkpoints.directories import check_new_head
+from hf_specdec.checkpoints.sources import check_new_head
 from hf_specdec.cli import demo
 from hf_specdec.cli.answers import head_for
 from hf_specdec.cli.bench import METHODS_HELP, OTHER_METHODS
@@ -479,7 +479,7 @@ def test_missing_permission_names_the_path(tmp_path: Path, monkeypatch: Patch, c
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "head/config.json")
 
-    monkeypatch.setattr("hf_specdec.checkpoints.report.inspect_head", refuse)
+    monkeypatch.setattr("hf_specdec.checkpoints.hub.inspect_head", refuse)
     assert run(monkeypatch, "inspect", tmp_path) == 2
     assert error_line(capsys.readouterr().err).startswith("hf-specdec: head/config.json cannot be read or written: ")
 

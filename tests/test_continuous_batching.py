@@ -67,12 +67,6 @@ def test_a_batch_is_decoded_plainly_and_that_is_said_once(model: Any, caplog: py
     assert model.last_speculation.method == "hybrid", "generate() still speculates afterwards"
 
 
-def test_without_a_default_nothing_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hf_specdec"):
-        assert batch(model, generation_config=config(), speculative=None) == one_by_one(model, speculative=None)
-    assert not told(caplog)
-
-
 def test_the_manager_of_a_server_says_it_too(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """`transformers serve --continuous-batching` passes a copy of the model's config."""
     with caplog.at_level(logging.WARNING, "hf_specdec"):
@@ -88,15 +82,6 @@ def test_asking_for_speculation_is_refused_before_any_work(
     monkeypatch.setattr(type(model), "init_continuous_batching", None)  # would fail
     with pytest.raises(UnsupportedGenerationError, match=r"Continuous batching.*no effect.*use generate\(\)"):
         batch(model, generation_config=config(), **argument)
-
-
-def test_a_peft_model_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = SpeculativeGenerationMixin.attach(peft.get_peft_model(copy.deepcopy(zoo.build("llama")), lora))
-    with caplog.at_level(logging.WARNING, "hf_specdec"):
-        assert batch(wrapped, generation_config=config(speculative="auto")) == one_by_one(wrapped)
-    assert len(told(caplog)) == 1
 
 
 @pytest.mark.parametrize("speculative", ["auto", {"method": "auto", "history": "per_prompt"}])

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -224,30 +223,21 @@ def test_trees_of_blocks_are_those_that_torch_grows(dtype: torch.dtype, kind: st
         torch.testing.assert_close(by_kernel.log_probs, by_torch.log_probs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
+def test_trees_of_blocks_that_cannot_be_grown_are_errors(dtype: torch.dtype) -> None:
+    wide = growable(Budget(16, 4, 8))
     with pytest.raises(IndexError, match="1100 tokens"):
-        grow_block(block_outputs(dtype, "rnn", 40, root=1100), growable(Budget(16, 4, 8)))
-
-
-def test_a_hot_token_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
-    """A chain reads only the embeddings of tokens that it drafts after."""
+        grow_block(block_outputs(dtype, "rnn", 40, root=1100), wide)
     outputs = block_outputs(dtype, "rnn", 40)
     outputs.head.hot_token_ids.fill_(2**40)
     assert grow_block(outputs, growable(Budget(2, 1, 1))).tree.tokens[:, 1].tolist() == [2**40] * 3
     with pytest.raises(IndexError, match="1100 tokens"):
-        grow_block(outputs, growable(Budget(16, 4, 8)))
-
-
-@pytest.mark.parametrize("budget", [Budget(16, 5, 8), Budget(60, 4, 41)])
-def test_a_tree_larger_than_its_block_is_an_error(dtype: torch.dtype, budget: Budget) -> None:
-    with pytest.raises(ValueError, match="need more than 4 slots and 40 tokens"):
-        grow_block(block_outputs(dtype, "rnn", 40), budget)
-
-
-def test_a_tree_of_a_block_whose_outputs_are_not_numbers_is_a_tree(dtype: torch.dtype) -> None:
+        grow_block(outputs, wide)
+    for budget in (Budget(16, 5, 8), Budget(60, 4, 41)):
+        with pytest.raises(ValueError, match="need more than 4 slots and 40 tokens"):
+            grow_block(block_outputs(dtype, "rnn", 40), budget)
     outputs = block_outputs(dtype, "rnn", 40)
-    outputs.slots.fill_(torch.nan)
-    tree = grow_block(outputs, growable(Budget(16, 4, 8))).tree
+    outputs.slots.fill_(torch.nan)  # still a tree
+    tree = grow_block(outputs, wide).tree
     assert tree.tokens.shape == (3, 16)
     assert (tree.parents < torch.arange(16, device="cpu")).all()
 
@@ -379,18 +369,6 @@ def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> No
     assert ast.literal_eval(done.stdout) == {name: [kind] for name, kind in wanted.items()}
 
 
-@pytest.mark.skipif(not AVAILABLE or not AVAILABLE[0].endswith("bf16"), reason="no instructions for pairs")
-@pytest.mark.parametrize("rows", [1, 4, 9])
-def test_products_in_pairs_are_those_of_floats(rows: int, fresh: None) -> None:
-    loaded = library.load_library()[1]
-    x, weight = (random(*shape, dtype=torch.bfloat16) for shape in ((rows, 70), (12, 70)))
-    found = []
-    for paired in (0, 1):
-        assert loaded.choose_pairs(paired) == paired
-        found.append(operations.linear(x, [weight], [None]).float())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
 def test_attention_shows_nan(dtype: torch.dtype, broken: str) -> None:
 
@@ -402,19 +380,15 @@ def test_attention_shows_nan(dtype: torch.dtype, broken: str) -> None:
 
 
 FAILURES: dict[str, Callable[[Any, Path], None]] = {
-    f"{VARIABLE} is 'sse9', but must be 'none' or one of avx512_bf16, avx512, avx2, arm_bf16, arm.":
+    f"{VARIABLE} is 'sse9', but must be 'none' or one of avx512_bf16, ":
         lambda patch, path: patch.setenv(VARIABLE, "sse9"),
     f"{VARIABLE} is 'none'.": lambda patch, path: patch.setenv(VARIABLE, " none "),
     "no C++ compiler was found (/nonexistent; set CXX to use another one).":
         lambda patch, path: patch.setenv("CXX", "/nonexistent"),
-    "no C++ compiler was found (g++ or clang++; set CXX to use another one).":
-        lambda patch, path: patch.setenv("PATH", "/nonexistent"),
-    "PATH/g++ cannot compile them for BEST (x.cpp:1: error: no such thing).":
-        lambda patch, path: script(path / "g++", "echo 'x.cpp: note\nx.cpp:1: error: no such thing' >&2; exit 1"),
+    "PATH/g++ cannot compile them for BEST (x.cpp:1: \ufffd error).":
+        lambda patch, path: script(path / "g++", "printf 'x.cpp: note\nx.cpp:1: \\377 error\n'; exit 1"),
     "PATH/g++ failed (Command '['PATH/g++', '-std=": lambda patch, path: script(path / "g++", "exec /bin/sleep 60"),
     "PATH/g++ cannot compile them for BEST (exit status 3).": lambda patch, path: script(path / "g++", "exit 3"),
-    "PATH/g++ cannot compile them for BEST (\ufffd error).":
-        lambda patch, path: script(path / "g++", "printf '\\377 error\\n'; exit 1"),
     "they cannot be built or loaded (/": lambda patch, path: script(
         path / "g++", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && exec /bin/cp $0 "$2"; shift; done'),
     "they cannot be built or loaded ([": lambda patch, path: (
@@ -451,20 +425,14 @@ def kept_library(patch: pytest.MonkeyPatch) -> Path:
     return made.parents[1] / "copy" / "hf-specdec" / made.name
 
 
-def no_space(*_arguments: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 FILE_STATES: dict[str, Callable[[Any, Path], Any]] = {
     "truncated": lambda patch, path: os.truncate(path, path.stat().st_size // 2),
-    "one byte short": lambda patch, path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda patch, path: os.truncate(path, 0),
     "garbage": lambda patch, path: path.write_bytes(random(9999).numpy().tobytes()),
     "no functions": lambda patch, path: path.write_bytes(without_functions()),
     "a FIFO": lambda patch, path: (path.unlink(), os.mkfifo(path)),
     "a link": lambda patch, path: (path.rename(path.with_name("other")), path.symlink_to("other")),
     "of another user": lambda patch, path: os.chown(path, 12345, 12345),
-    "open to others": lambda patch, path: path.chmod(0o777),
     "open to the group": lambda patch, path: path.chmod(0o770),
 }
 DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
@@ -475,24 +443,11 @@ DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
         patch.delenv("XDG_CACHE_HOME"), patch.setattr(Path, "home", lambda: Path("~missing").expanduser())),
     "a linked directory": lambda patch, path: (
         path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("other")),
-    "a loose link": lambda patch, path: (
-        path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("nowhere")),
     "a directory of another user": lambda patch, path: patch.setattr(os, "geteuid", lambda: 12345),
     "a directory open to others": lambda patch, path: path.parent.chmod(0o777),
-    "read only": lambda patch, path: (path.unlink(), patch.setattr(library, "clear_partials", refuse_writing(path))),
-    "no space to write": lambda patch, path: (path.unlink(), patch.setattr(os, "fsync", once(no_space))),
+    "no space to write": lambda patch, path: (path.unlink(), patch.setattr(os, "fsync", fails_once(os.fsync))),
     "no space to compile": lambda patch, path: patch.setenv("CXX", full_compiler(path)),
 }  # fmt: skip
-
-
-def refuse_writing(path: Path) -> Callable[..., None]:
-    """The effect of a read-only directory, in which root can write all the same."""
-
-    def refuse(folder: Path, _prefix: str) -> None:
-        if folder == path.parent:
-            raise OSError(30, "Read-only file system", str(folder))
-
-    return refuse
 
 
 def full_compiler(path: Path) -> str:
@@ -503,13 +458,14 @@ def full_compiler(path: Path) -> str:
     return str(ready.with_name("cxx"))
 
 
-def once(function: Callable[..., None]) -> Callable[..., None]:
+def fails_once(function: Callable[..., None]) -> Callable[..., None]:
     calls: list[int] = []
 
     def call(*arguments: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
-            function(*arguments)
+            raise OSError(28, "No space left on device")
+        function(*arguments)
 
     return call
 
@@ -568,32 +524,23 @@ def test_kernels_that_cannot_be_kept_work(state: str, monkeypatch: Any, caplog: 
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_relative_cache_directory_is_ignored(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    library.load_library()
-    assert [one.suffix for one in (tmp_path / "home" / ".cache" / "hf-specdec").iterdir()] == [".so"]
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("state", as_root(["truncated", "no functions", "a FIFO", "of another user"]))
-def test_without_a_compiler_a_library_that_cannot_be_trusted_is_not_loaded(
+@pytest.mark.parametrize("state", as_root(["", "truncated", "no functions", "a FIFO", "of another user"]))
+def test_without_a_compiler_only_a_library_that_can_be_trusted_is_loaded(
     state: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     path = kept_library(monkeypatch)
     (tmp_path / "g++").unlink()
+    if not state:
+        assert library.load_library()[1]._name == str(path)
+        return
     FILE_STATES[state](monkeypatch, path)
     [found] = messages(caplog)
     assert found.startswith("CPU kernels are not used: no C++ compiler was found")
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("compiler", ["exec /bin/sleep 60", "kill -9 $$", "printf '\\377'; exit 1", 'echo > "$2"'])
-def test_answers_are_right_without_kernels(compiler: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    script(tmp_path / "g++", f'while [ "$1" != -o ]; do shift; done; {compiler}')
-    monkeypatch.setattr(library, "COMPILE_TIMEOUT", 0.5)
+def test_answers_are_right_without_kernels(tmp_path: Path, caplog: Any) -> None:
+    script(tmp_path / "g++", "kill -9 $$")
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     ids, options = torch.arange(9)[None], {"max_new_tokens": 6, "do_sample": False}
     plain = model.generate(ids, **options)
@@ -633,36 +580,24 @@ def test_a_process_that_ends_stops_its_compiler(tmp_path: Path) -> None:
     assert not list(library.cache_directory().iterdir())
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_failure_keeps_no_caller_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def call() -> weakref.ref[Any]:
-        local = nn.Module()
-        assert library.load_or_none() is None
-        return weakref.ref(local)
-
-    monkeypatch.setenv(VARIABLE, "none")
-    assert call()() is None
+AVX2, AVX512 = {"sse2", "avx2", "fma"}, {"sse2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
-AVX2, AVX512 = frozenset({"sse2", "avx2", "fma"}), frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-ARM = frozenset({"asimd"})
-
-
-@pytest.mark.parametrize(("features", "machine", "most", "wanted"), [
-    (AVX2 | AVX512 | {"avx512_bf16"}, "x86_64", "", "avx512_bf16"), (AVX2 | AVX512, "x86_64", "", "avx512"),
-    (AVX2 | AVX512, "x86_64", "avx2", "avx2"), (AVX2, "x86_64", "avx512", "avx2"),
-    (ARM | {"bf16"}, "aarch64", "", "arm_bf16"), (ARM, "aarch64", "", "arm"),
-    (ARM, "riscv64", "", r"^this processor \(riscv64\) supports none of the instruction sets avx512_bf16, .*, arm$"),
-    (frozenset(), "arm64", "", r"^this processor \(arm64\) supports none of .*, arm, or the system is not Linux$"),
-    (AVX2, "x86_64", "arm", VARIABLE),
-])  # fmt: skip
-def test_the_best_instruction_set_is_chosen(features: frozenset[str], machine: str, most: str, wanted: str) -> None:
-    if wanted in [one.name for one in INSTRUCTION_SETS]:
-        assert choose_instruction_set(features, machine, most).name == wanted
-    else:
-        with pytest.raises(NoKernelsError, match=wanted):
-            choose_instruction_set(features, machine, most)
+def test_the_best_instruction_set_is_chosen() -> None:
+    for features, machine, most, wanted in (
+        (AVX512 | {"avx512_bf16"}, "x86_64", "", "avx512_bf16"), (AVX512, "x86_64", "", "avx512"),
+        (AVX512, "x86_64", "avx2", "avx2"), (AVX2, "x86_64", "avx512", "avx2"),
+        ({"asimd", "bf16"}, "aarch64", "", "arm_bf16"), ({"asimd"}, "aarch64", "", "arm"),
+    ):  # fmt: skip
+        assert choose_instruction_set(frozenset(features), machine, most).name == wanted
+    with pytest.raises(
+        NoKernelsError, match=r"\(riscv64\) supports none of the instruction sets avx512_bf16, .*, arm$"
+    ):
+        choose_instruction_set(frozenset({"asimd"}), "riscv64", "")
+    with pytest.raises(NoKernelsError, match=r", or the system is not Linux$"):
+        choose_instruction_set(frozenset(), "arm64", "")
+    with pytest.raises(NoKernelsError, match=VARIABLE):
+        choose_instruction_set(frozenset(AVX2), "x86_64", "arm")
 
 
 BUILDS = """import ctypes; from hf_specdec.cpu import library
@@ -771,15 +706,6 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
                 )
 
 
-@pytest.mark.parametrize("rows", [1, 9, 40])
-@pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)
-def test_a_residual_is_added(number: torch.dtype, rows: int) -> None:
-    x, weight, bias, more = (random(*sizes, dtype=number) for sizes in ((rows, 20), (13, 20), (13,), (13, rows)))
-    result = operations.linear(x, [weight], [bias], residual=more.T)
-    exact = linear(x.double(), weight.double(), bias.double()) + more.T.double()
-    torch.testing.assert_close(result.double(), exact, rtol=0.01 if number == torch.bfloat16 else 1e-5, atol=0.02)
-
-
 class Layer(nn.Module):
     """What stands between two attentions, with all that steps of a chain can have."""
 
@@ -868,6 +794,8 @@ def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatc
 def test_torch_multiplies_where_it_is_faster(seconds: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of the kernel and of torch in turn, for 16, 32, ... rows."""
     monkeypatch.setattr(operations, "_widest", {})
+    operations.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
+    assert operations._widest == {}  # too small
     weights, times = [random(1100, 1000)], iter(seconds)
     monkeypatch.setattr(operations, "_seconds", lambda *_: next(times))
     operations.measure_widest([random(9, 9), *weights])
@@ -878,19 +806,6 @@ def test_torch_multiplies_where_it_is_faster(seconds: list[int], most: int, monk
     assert used == [most + 1]
     operations.measure_widest(weights)  # known: no time is taken
     assert list(times) == []
-
-
-def test_small_weights_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "_widest", {})
-    operations.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
-    assert operations._widest == {}
-
-
-@pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kept_library(monkeypatch)
-    (tmp_path / "g++").unlink()
-    assert library.load_library()[1]._name == str(path)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -933,9 +848,8 @@ def test_compiled_kernels_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("fresh")
 def test_a_compiler_may_have_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "g++").rename(tmp_path / "cxx")
     script(tmp_path / "wrapper", '[ "$1" = "a b" ] && shift && exec "$@"')
-    monkeypatch.setenv("CXX", f"wrapper 'a b' {tmp_path / 'cxx'}")
+    monkeypatch.setenv("CXX", f"wrapper 'a b' {tmp_path / 'g++'}")
     assert library.load_library()[0].name == AVAILABLE[0]
 
 

@@ -27,7 +27,7 @@ from hf_specdec.cpu import library
 from hf_specdec.cpu.growing import grow_corrected
 from hf_specdec.drafters import dflash
 from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
-from hf_specdec.generation import plan
+from hf_specdec.generation import call
 from hf_specdec.heads.dflash import default_layers
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import StaticLevels, reachable
@@ -158,7 +158,7 @@ def test_rows_of_a_batch_draft_as_they_do_alone(small: Any, variant: str) -> Non
 @pytest.mark.parametrize("variant", ["dflash", "causal", "causal window", "rnn"])
 def test_smaller_budgets_between_full_ones(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps in between; a non-causal block has the slots of the largest tree, whatever a step asks for."""
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     head, drafts = random_block(small, 3, **VARIANTS[variant]), []
     drafter = DFlashDrafter(head)
     start = drafter.start

@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import signal
 import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,6 @@ import pytest
 import torch
 
 from hf_specdec import InvalidConfigError
-from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.training import (
     Conversation,
     DistillConfig,
@@ -31,7 +27,7 @@ from hf_specdec.training import (
 )
 from hf_specdec.training.teachers import ModelTeacher
 from launched import launch
-from trained import PROMPTS, rows_of
+from trained import CLI, PROMPTS, rows_of
 from zoo import ASSISTANT, END, USER, chat_tokenizer
 
 SMALL = DistillConfig(max_new_tokens=12, batch_size=2, batches_per_part=1, temperatures=(0.0, 0.7), seed=5)
@@ -136,6 +132,8 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
     (tmp_path / "else" / "data" / "x.parquet").touch()
     with pytest.raises(InvalidConfigError, match="did not write"):
         distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
+    distill(talker, tokenizer, PROMPTS, tmp_path / "some", replace(SMALL, max_prompt_tokens=6), progress=False)
+    assert [row["number"] for row in rows_of(tmp_path / "some")] == [i for i in range(9) if 2 + i % 4 + 3 <= 6]
     with pytest.raises(InvalidConfigError, match="longer than max_prompt_tokens=2"):
         distill(talker, tokenizer, PROMPTS, tmp_path / "long", replace(SMALL, max_prompt_tokens=2))
     with pytest.raises(InvalidConfigError, match="No prompts were given"):
@@ -143,12 +141,6 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
     for fields in ({"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):
         with pytest.raises(InvalidConfigError):
             DistillConfig(**fields)  # type: ignore[arg-type]
-
-
-def test_prompts_that_are_too_long_are_left_out(talker: Any, tmp_path: Path) -> None:
-    config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=6, temperatures=(0.0,))
-    distill(talker, chat_tokenizer(), PROMPTS, tmp_path / "out", config, progress=False)
-    assert [row["number"] for row in rows_of(tmp_path / "out")] == [i for i in range(9) if 2 + i % 4 + 3 <= 6]
 
 
 # ------------------------------------------------------------------------------------------------------ sources
@@ -277,17 +269,6 @@ def test_an_answer_that_the_template_shortens_is_refused(tmp_path: Path) -> None
         read_conversations(tmp_path / "rows.jsonl", tokenizer=chat_tokenizer(template))
 
 
-@pytest.mark.slow
-def test_labels_end_with_the_end_token(small_model_path: Path, tmp_path: Path) -> None:
-    """The template of the packaged model adds a line break, which no model writes."""
-    tokenizer = load_tokenizer(str(small_model_path))
-    talk = [{"role": role, "content": "Hi!"} for role in ("user", "assistant", "user", "assistant")]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
-    (found,) = read_conversations(tmp_path / "rows.jsonl", tokenizer=tokenizer)
-    labels = [token for token, answer in zip(found.input_ids, found.loss_mask, strict=True) if answer]
-    assert tokenizer.decode(labels) == "Hi!<|im_end|>Hi!<|im_end|>"
-
-
 def test_what_ends_every_conversation_is_no_answer(tmp_path: Path) -> None:
     """As in Phi-3's template, which writes the end of text behind the last turn."""
     template = SHOWS_ALL.removesuffix("{% endif %}") + "{% else %}w95{% endif %}"
@@ -331,43 +312,17 @@ def test_prompts_with_a_system_message(talker: Any, tmp_path: Path) -> None:
         distill(talker, chat_tokenizer("{{ raise_exception('no system') }}"), prompts, tmp_path / "no", config)
 
 
-# ------------------------------------------------------------------------------------------------------ processes
-
-
-CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
-
-
-def command(saved: Path, prompts: Path, output: Path) -> list[str]:
-    options = ["--model", saved, "--prompts", prompts, "--invent", 3, "--output", output, "--max-new-tokens", 40,
-               "--batch-size", 1, "--temperature", 0, "--temperature", 0.8, "--dtype", "float32",
-               "--json"]  # fmt: skip
-    return ["distill", *map(str, options)]
-
-
-@pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_two_processes_write_the_same(saved: Path, tmp_path: Path) -> None:
-    """Kill -9 after the first part, run again: bitwise the rows of an undisturbed run; two processes as well."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS * 5))
-    whole = subprocess.run(
-        [*CLI, *command(saved, prompts, tmp_path / "whole")], capture_output=True, text=True, check=False
-    )
-    assert whole.returncode == 0, whole.stderr
+def test_two_processes_write_the_same(saved: Path, tmp_path: Path) -> None:
+    """An interrupted command is in `tests/faults.py`."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    command = ["distill", "--model", saved, "--prompts", tmp_path / "prompts.jsonl", "--invent", 3, "--batch-size", 1,
+               "--max-new-tokens", 40, "--temperature", 0, "--temperature", 0.8, "--dtype", "float32",
+               "--json"]  # fmt: skip
+    whole = subprocess.run([*CLI, *map(str, command), "--output", str(tmp_path / "whole")], capture_output=True,
+                           text=True, check=True)  # fmt: skip
     wanted = rows_of(tmp_path / "whole")
     assert json.loads(whole.stdout)["conversations"] == len(wanted)
-    running = subprocess.Popen([*CLI, *command(saved, prompts, tmp_path / "cut")], stderr=subprocess.DEVNULL)
-    parts = tmp_path / "cut" / "data"
-    deadline = time.monotonic() + 120
-    while not list(parts.glob("part-*")) and running.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    done = len(list(parts.glob("part-*")))
-    assert 0 < done < len(list((tmp_path / "whole" / "data").glob("part-*")))
-    subprocess.run([*CLI, *command(saved, prompts, tmp_path / "cut")], capture_output=True, check=True)
-    assert rows_of(tmp_path / "cut") == wanted
-    both = launch(*command(saved, prompts, tmp_path / "both"))
+    both = launch(*map(str, command), "--output", str(tmp_path / "both"))
     assert both.count("of 2") == 2
     assert rows_of(tmp_path / "both") == wanted

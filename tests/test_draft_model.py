@@ -28,7 +28,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters import draft_model
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.generation import hooks, plan
+from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.step import Step
 from models import prompts
@@ -104,7 +104,7 @@ def test_the_plain_answer_from_drafts_in_the_assistants_words(
     target: str, assistant: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budgets change from step to step, plain steps between; every edge has the assistant's own log-probability."""
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     model, helper = attached(target), noisy(assistant, noise=0.1)
     drafter = model.add_drafter(Spied(helper))
     plain = generate(model, batch_size)
@@ -322,7 +322,7 @@ def test_calls_that_it_cannot_draft_for() -> None:
     helper.gradient_checkpointing_enable()
     helper.train()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        patch.setattr(call.Call, "set_target", lambda *_: pytest.fail("refused too late"))
         for method in ("draft_model", "auto"):
             with pytest.raises(UnsupportedGenerationError, match=r"or gradient_checkpointing_disable\(\)"):
                 generate(model, speculative=method)

@@ -31,7 +31,7 @@ from hf_specdec.drafters.features import FeatureSession, first_positions
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.generation import plan
+from hf_specdec.generation import call
 from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
@@ -290,7 +290,7 @@ def test_answers_are_plain_and_chunks_change_nothing(small: Any, name: str, rows
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "mtp", "hybrid"])
 def test_any_budget_gives_the_plain_answer(small: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With plain steps in between, whose tokens remain unread for a while."""
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     make, config = HEADS[name]
     small.add_drafter(make(small), config["method"])
     assert torch.equal(generate(small, 3), generate(small, 3, speculative={**config, "draft_window": 6}))

@@ -22,9 +22,9 @@ from hf_specdec import (
 from hf_specdec.drafters import registry
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
-from hf_specdec.generation import head_loading, plan
+from hf_specdec.generation import call, head_loading
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
-from hf_specdec.verification.step import Step, StepSeconds
+from hf_specdec.verification.step import Step
 from models import prompts
 
 
@@ -47,7 +47,8 @@ class Wandering:
         self.budget = wanted[self.count % len(wanted)].within(self.limits)
         return self.budget
 
-    def observe(self, step: Step, seconds: StepSeconds) -> None:
+    def observe(self, step: Step) -> None:
+        seconds = step.seconds
         assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
         self.seen.append((self.budget, step))
 
@@ -58,7 +59,7 @@ class Wandering:
 @pytest.fixture
 def wandering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wandering]]:
     Wandering.all.clear()
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     yield Wandering.all
     Wandering.all.clear()
 

@@ -26,7 +26,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
-from hf_specdec.generation import hooks
+from hf_specdec.generation import call
 from hf_specdec.training import Conversation, capture_features
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import LAST
@@ -334,7 +334,7 @@ def test_embeddings_without_ids_are_refused(llama: Any) -> None:
     llama.add_drafter(EagleDrafter(random_head(llama)))
     embeddings = llama.get_input_embeddings()(IDS[:1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        patch.setattr(call.Call, "set_target", lambda *_: pytest.fail("refused too late"))
         for method in ("eagle", "auto"):
             with pytest.raises(UnsupportedGenerationError, match="of 'eagle' need the prompt's token ids"):
                 llama.generate(inputs_embeds=embeddings, max_new_tokens=4, speculative=method)

@@ -1,27 +1,34 @@
-"""Exported heads in the code of others, each in an environment of its own (their pins of transformers differ).
+"""Heads in the code of others: logits of exported heads; drafts, trees and answers of heads that their authors saved.
 
 python -m venv /tmp/speculators && /tmp/speculators/bin/pip install torch==2.13.0 speculators
-SPECULATORS_PYTHON=/tmp/speculators/bin/python make test
+git clone https://github.com/z-lab/dflash /tmp/orig/dflash
+git clone https://github.com/hao-ai-lab/JetSpec /tmp/orig/jetspec
+git clone https://github.com/deepseek-ai/DeepSpec /tmp/orig/deepspec
+SPECULATORS_PYTHON=/tmp/speculators/bin/python BLOCK_REPOSITORIES=/tmp/orig make test
+
+The scripts in `tests/engines` run in the first environment, whose transformers all four support; see
+`block_engines.py` for blocks. Each script trains its heads for a few steps, so that some drafts are accepted.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import zoo
+from block_engines import PYTHON, attached, compare_drafts, compare_speculators, run_script
 from hf_specdec import Eagle3Config, Eagle3Head, export_head, load_head
 from hf_specdec.heads.attention import AlignedAttention
 from reference import window_of
 
-PYTHON = os.environ.get("SPECULATORS_PYTHON")
+REPOSITORIES = os.environ.get("BLOCK_REPOSITORIES")
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
@@ -31,16 +38,12 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def run_script(name: str, *arguments: Path) -> None:
-    """Run a script of `tests/engines` with the Python that has speculators."""
-    script = Path(__file__).parent / "engines" / name
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([str(PYTHON), script, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -> None:
     model = zoo.build("llama")
@@ -68,8 +71,6 @@ def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -
         )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
 def test_heads_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
     """Forty-eight variants, saved by its own classes, three steps deep."""
     zoo.build("llama").save_pretrained(tmp_path / "target")
@@ -98,8 +99,6 @@ def compare_with_speculators(folder: Path) -> int:
     return len(variants)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
 @torch.no_grad()
 def test_mtp_modules_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path / "target")
@@ -112,3 +111,43 @@ def test_mtp_modules_that_speculators_saves_compute_the_same(tmp_path: Path) -> 
         output = head(embeddings, given["hidden"][:, :width], torch.arange(width)[None])
         logits = head.score(output, lambda hidden, rows=given["lm_head"]: hidden @ rows.T)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=kind)
+
+
+def made_target(folder: Path) -> Path:
+    """Save a tiny Qwen3 with four layers, whose answers do not repeat one token."""
+    torch.manual_seed(0)
+    config = zoo.build("qwen3").config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.skipif(REPOSITORIES is None, reason="BLOCK_REPOSITORIES names no checkouts")
+@pytest.mark.parametrize(
+    ("script", "repository", "whole_context", "count"),
+    [
+        ("dflash_heads.py", "dflash", False, 9),
+        ("jetspec_heads.py", "jetspec", True, 6),
+        ("dspark_heads.py", "deepspec", False, 8),
+    ],
+)
+def test_heads_of_the_authors_draft_the_same(
+    script: str, repository: str, whole_context: bool, count: int, tmp_path: Path
+) -> None:
+    folder = made_target(tmp_path / "target")
+    run_script(script, Path(str(REPOSITORIES)) / repository, folder, tmp_path / "out")
+    target = attached(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with torch.no_grad():
+        assert compare_drafts(tmp_path / "out", target, whole_context=whole_context) == count
+
+
+def test_heads_of_speculators_compute_the_same(tmp_path: Path) -> None:
+    folder = made_target(tmp_path / "target")
+    run_script("speculators_blocks.py", folder, tmp_path / "out")
+    target = attached(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with torch.no_grad():
+        assert compare_speculators(tmp_path / "out", target) == 18

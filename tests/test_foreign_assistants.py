@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from hf_specdec import (
     InvalidConfigError,
     SpeculativeGenerationMixin,
 )
-from hf_specdec.drafters.assistant_text import AssistantText
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
@@ -153,15 +151,6 @@ def test_an_assistant_with_fewer_padding_rows(kind: Any, sample: bool) -> None:
         assert (probs[..., 90:] == 0).all()
 
 
-def test_without_tokenizers_at_most_1024_rows_may_be_missing() -> None:
-    model = SpeculativeGenerationMixin.attach(llama(1100, layers=1))
-    model.add_drafter(DraftModelDrafter(llama(76, layers=1)))
-    with pytest.raises(
-        DrafterMismatchError, match=r"embeds 75 tokens, LlamaForCausalLM has 1100\. More than 1024 are"
-    ):
-        model.add_drafter(DraftModelDrafter(llama(75, layers=1)))
-
-
 def test_with_the_same_tokenizer_any_number_of_rows_may_be_missing() -> None:
     tokenizer = byte_level()
     model = SpeculativeGenerationMixin.attach(llama(2000))
@@ -214,25 +203,14 @@ def test_text_is_the_same_in_both() -> None:
     assert theirs.decode(found.translated([ours.convert_tokens_to_ids("<|turn|>")])) == "<|turn|>"
 
 
-def test_rows_of_different_lengths() -> None:
-    ours, theirs = byte_level(), sentencepiece()
-    text = AssistantText(translation(ours, theirs))
-    rows = [ours.encode("the fox"), ours.encode("lazy"), []]
-    width = max(map(len, rows))
-    tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
-    ids, counts = text.emitted(tokens, rows)
-    assert counts == [(row >= 0).sum() for row in ids]
-    assert [theirs.decode(row[row >= 0]) for row in ids] == ["the fox", "lazy", ""]
-    assert (ids[2] == -1).all()
-
-
 # ------------------------------------------------------------------------------------------------- the answer
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("config", [CHAIN, TREE, "draft_model", "auto", "hybrid"], ids=str)
+@pytest.mark.parametrize(
+    ("config", "batch_size"), [(CHAIN, 1), (TREE, 1), (CHAIN, 3), (TREE, 3), ("auto", 3), ("hybrid", 1)], ids=str
+)
 @pytest.mark.parametrize("swap", [False, True])
-def test_the_plain_answer(batch_size: int, config: Any, swap: bool) -> None:
+def test_the_plain_answer(config: Any, batch_size: int, swap: bool) -> None:
     """Byte-level target with a SentencePiece assistant, and the reverse."""
     tokenizer, other = (sentencepiece(), byte_level()) if swap else (byte_level(), sentencepiece())
     model, assistant = SpeculativeGenerationMixin.attach(llama(len(tokenizer) + 7)), llama(len(other), seed=1)
@@ -255,17 +233,16 @@ def test_a_copy_that_numbers_its_tokens_otherwise_is_always_right(batch_size: in
     inputs["attention_mask"] = (inputs["input_ids"] > 0).long()
     num_steps = config["num_steps"]
     given = {"tokenizer": tokenizer, "assistant_tokenizer": other, "max_new_tokens": 1 + 4 * (num_steps + 1)}
-    found = generate(model, inputs, assistant_model=assistant, speculative=config, **given)
-    assert torch.equal(found, generate(model, inputs, max_new_tokens=given["max_new_tokens"]))
+    given = {**given, "speculative": config}
+    plain = generate(model, inputs, max_new_tokens=given["max_new_tokens"])
+    assert torch.equal(plain, generate(model, inputs, assistant_model=assistant, **given))
     tau = model.last_speculation.mean_accepted_length
     assert tau == num_steps + 1 if config is CHAIN else tau > num_steps + 0.5  # a full tree may lack its best path
     # without some letters it is right until one of them is due
     fewer = words("".join(names[index] for index in order if index % 5))
     part = reordered(model, [index for index in order if index % 5])
-    found = generate(
-        model, inputs, assistant_model=part, speculative=config, **{**given, "assistant_tokenizer": fewer}
-    )
-    assert torch.equal(found, generate(model, inputs, max_new_tokens=given["max_new_tokens"]))
+    given["assistant_tokenizer"] = fewer
+    assert torch.equal(plain, generate(model, inputs, assistant_model=part, **given))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
@@ -335,26 +312,6 @@ def test_sampled_chains_are_exact(acceptance: str) -> None:
     tokenizers = {"tokenizer": words("abcd"), "assistant_tokenizer": words("xcyba")}
     model.add_drafter(DraftModelDrafter(assistant, sample=True, **tokenizers))
     assert chi_square(model, acceptance) < CRITICAL
-
-
-def test_the_distributions_of_a_sampled_chain() -> None:
-    """Q is the assistant's softmax over the shared tokens, 0 elsewhere."""
-    model: Any = SpeculativeGenerationMixin.attach(of_four_tokens(0))
-    assistant, other = llama(5, seed=1, layers=1), words("xcyba")
-    drafter = model.add_drafter(Spied(assistant, sample=True, tokenizer=words("abcd"), assistant_tokenizer=other))
-    prompt = torch.tensor([[1, 3, 2]])
-    torch.manual_seed(0)
-    generate(model, {"input_ids": prompt}, do_sample=True, speculative=CHAIN, max_new_tokens=8)
-    (text, *_), draft = drafter.seen[1]
-    to_other = {0: [4], 1: [3], 2: [1], 3: []}
-    tokens = draft.tree.tokens[0].tolist()
-    assert 3 not in tokens[1:]
-    for node in range(4):
-        ids = [new for token in (*text, *tokens[1 : node + 1]) for new in to_other[token]]
-        with torch.no_grad():
-            logits = assistant(input_ids=torch.tensor([ids])).logits[0, -1]
-        wanted = torch.cat([logits[[4, 3, 1]].softmax(-1), torch.zeros(1)])
-        torch.testing.assert_close(draft.tree.draft_probs[0, node], wanted, atol=1e-4, rtol=1e-3)
 
 
 def test_a_call_that_samples_draws_its_chain() -> None:
@@ -436,13 +393,3 @@ def test_too_few_shared_tokens() -> None:
             assistant_tokenizer=other, speculative="draft_model",
         )  # fmt: skip
     assert forwards == []
-
-
-def test_copied_and_pickled() -> None:
-    tokenizer, other = byte_level(), words("abcdefgh the")
-    model = SpeculativeGenerationMixin.attach(llama(len(tokenizer)))
-    model.add_drafter(DraftModelDrafter(llama(len(other)), tokenizer=tokenizer, assistant_tokenizer=other))
-    inputs = prompts(tokenizer, 3)
-    plain = generate(model, inputs)
-    for changed in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(plain, generate(changed, inputs, speculative=TREE))

@@ -26,7 +26,7 @@ from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, NAMED, SHARED, hi
 from hf_specdec.drafters.history import AnswerMatches
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
-from hf_specdec.generation import hooks, plan
+from hf_specdec.generation import call
 from hf_specdec.trees.draft import Budget
 from models import prompts
 
@@ -138,7 +138,7 @@ def test_a_warmup_stores_nothing(attached: Any) -> None:
     """The calls of a warmup with device graphs, made here on the CPU."""
     attached.answer_history.add([5, 6, 7], NAMED + "ann")
     before = attached.answer_history
-    plan._rehearse(attached, config("ann"), Budget(4, 3, 1), 2, 20)
+    call._rehearse(attached, config("ann"), Budget(4, 3, 1), 2, 20)
     assert attached.last_speculation is None
     assert attached.answer_history is before
     assert (len(before), before.num_tokens) == (1, 3)
@@ -163,7 +163,7 @@ def test_what_it_cannot_be_combined_with(attached: Any) -> None:
     named = {"inputs_embeds": embeddings, "speculative": config("ann"), **GREEDY}
     assert torch.equal(attached.generate(**named), attached.generate(**{**named, "speculative": None}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        patch.setattr(call.Call, "set_target", lambda *_: pytest.fail("refused too late"))
         with pytest.raises(UnsupportedGenerationError, match="its token ids"):
             attached.generate(**{**named, "speculative": config(PER_PROMPT)})
     attached.add_drafter(PromptLookupDrafter(), "history")

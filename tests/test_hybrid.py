@@ -11,11 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.control import constants
-from hf_specdec.control.constants import MIN_BATCH_GAIN
-from hf_specdec.control.head_schedule import HeadSchedule
-from hf_specdec.control.learned_stats import UNKNOWN, LearnedStats
-from hf_specdec.control.tree_width import StopRule, Width, best_width
+from hf_specdec.control import policy
+from hf_specdec.control.policy import MIN_BATCH_GAIN, UNKNOWN, HeadSchedule, LearnedStats, StopRule, Width, best_width
 from hf_specdec.drafters.candidates import (
     Candidate,
     Candidates,
@@ -244,8 +241,8 @@ def test_a_source_is_asked_for_as_much_as_pays() -> None:
     assert best[2] > 370
     never = HeadSchedule(4)
     asked = steps(never, {1: 0.1, 2: 0.1, 4: 0.1}, count=2000)
-    first = constants.FIRST_TRIALS * (0.1 + 0.2 + 0.4)
-    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * constants.TRIAL_SHARE * 2000 + first
+    first = policy.FIRST_TRIALS * (0.1 + 0.2 + 0.4)
+    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * policy.TRIAL_SHARE * 2000 + first
     # and it comes back when it pays again: after a rest, what was counted before it weighs less
     assert steps(never, {1: 3.0, 2: 3.0, 4: 3.0}, count=100)[0] < 50
 
@@ -312,4 +309,4 @@ def test_after_a_long_rest_one_trial_says_more_than_many_old_ones() -> None:
         assert not rested or asked.choose(without, 1) is option
         option.learn(without, with_it, 1.0, 1)
         ((_, gain),) = option.gains.values()
-        assert gain == pytest.approx(constants.STALE_WEIGHT if rested else constants.HEAD_SMOOTHING, abs=0.01)
+        assert gain == pytest.approx(policy.STALE_WEIGHT if rested else policy.HEAD_SMOOTHING, abs=0.01)

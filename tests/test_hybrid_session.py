@@ -15,9 +15,9 @@ import drafters
 import zoo
 from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.control import constants
+from hf_specdec.control import costs
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters import hybrid, queries
 from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.candidates import Candidates
@@ -250,7 +250,7 @@ def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyP
     assert torch.equal(answers(llama, None, 2, count=40), answers(llama, "auto", 2, count=40))
     stats = llama.last_speculation
     assert stats.control["plain_steps"] == 1.0
-    stretch = constants.STRETCH_STEPS
+    stretch = costs.STRETCH_STEPS
     assert stats.num_target_forwards - 1 > 4 * stretch
     assert 1 <= len(heard) <= stretch + 2  # a first stretch of drafting, and hardly a query in the one after the pause
 

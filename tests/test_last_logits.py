@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import CandidateSession, DraftContext
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter, _LastLogitsSession
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
@@ -31,7 +31,7 @@ def step(logits: torch.Tensor, path: list[list[int]], roots: list[int]) -> Any:
     tree = TokenTree(torch.full((len(path), 3), 5), torch.tensor([-1, 0, 1]))
     emitted = tuple((root,) for root in roots)
     kept = torch.tensor(path)
-    acceptance = Acceptance(kept, kept, torch.tensor(roots), emitted, emitted, (2,) * len(path))
+    acceptance = Accepted(kept, kept, torch.tensor(roots), emitted, emitted, (2,) * len(path))
     return SimpleNamespace(draft=Draft(tree), verification=SimpleNamespace(logits=logits), acceptance=acceptance)
 
 

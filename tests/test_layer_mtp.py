@@ -21,14 +21,10 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
-from hf_specdec.checkpoints import layer_mtp as checkpoint_files
+from hf_specdec.checkpoints import mtp_layouts as checkpoint_files
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.errors import UnsupportedModelError
-
-
-def loaded(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return SpeculativeGenerationMixin.attach(model.eval())
+from layer_mtp import loaded
 
 
 @torch.no_grad()
@@ -225,7 +221,7 @@ def test_files_of_the_hub_come_from_the_cache_and_errors_are_told_apart(
             raise OSError("disk full")
         return str(cached)
 
-    monkeypatch.setattr("hf_specdec.checkpoints.layer_mtp.hf_hub_download", download)
+    monkeypatch.setattr("hf_specdec.checkpoints.mtp_layouts.hf_hub_download", download)
     find = checkpoint_files._find
     assert find("org/model", "cached", None) == find("org/model", "online", None) == cached
     assert find("org/model", "absent", None) is None

@@ -15,8 +15,8 @@ from drafters import random_head, random_module
 from hf_specdec import HeadTensorsError, SpeculativeGenerationMixin
 from hf_specdec.drafters.base import bind_head
 from hf_specdec.drafters.mtp import MtpDrafter
+from layer_mtp import loaded
 from test_eagle import IDS, MASK, Recorder, paths_of, slow_dynamic_tree
-from test_layer_mtp import loaded
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.experimental.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
 from hf_specdec.trees.draft import Budget, Draft
@@ -19,7 +19,7 @@ from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import PromptPadding
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Verification
+from hf_specdec.verification.target import Verified
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
@@ -50,8 +50,8 @@ def step_of(draft: Draft, emitted: list[tuple[int, ...]]) -> Step:
     tokens = torch.tensor(rows)
     nodes = ((0,),) * len(rows)
     drafted = tuple(draft.tree.num_drafted.tolist())
-    acceptance = Acceptance(torch.zeros_like(tokens), tokens, tokens[:, -1], nodes, rows, drafted)
-    return Step(draft, Verification(following(draft.tree.tokens), None), acceptance)
+    acceptance = Accepted(torch.zeros_like(tokens), tokens, tokens[:, -1], nodes, rows, drafted)
+    return Step(draft, Verified(following(draft.tree.tokens), None), acceptance)
 
 
 # ------------------------------------------------------------------------------------------- the window by hand

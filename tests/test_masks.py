@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, last_queries, tree_masks
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, bucket_masks, tree_masks
 from reference import path_to_root
 
 PARENTS = [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, -1]]
@@ -46,14 +46,9 @@ def slow_sees(kind: str, size: int, row: int, node: int, slot: int) -> bool:
 def test_masks_equal_the_definition(kind: str, size: int, additive: bool) -> None:
     tree = TokenTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor(PARENTS))
     padding = PromptPadding.of(PROMPT)
-    mask = tree_masks(
-        layout_of(kind, size, additive),
-        tree.ancestor_mask(),
-        torch.tensor(LENGTHS),
-        max(LENGTHS),
-        padding,
-        torch.float32,
-    )
+    assert padding is not None
+    ancestors, lengths, start = tree.ancestor_mask(), torch.tensor(LENGTHS), max(LENGTHS)
+    mask = tree_masks(layout_of(kind, size, additive), ancestors, lengths, start, padding, torch.float32)
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 5, 12 + 5)
     if additive:
@@ -65,6 +60,12 @@ def test_masks_equal_the_definition(kind: str, size: int, additive: bool) -> Non
             wanted = [slow_sees(kind, size, row, node, slot) for slot in range(17)]
             assert mask[row, 0, node].tolist() == wanted, (row, node)
     assert mask.any(-1).all()
+    valid = torch.nn.functional.pad(padding.valid, (0, 12 + 9 - 7), value=True)  # four more slots than are used
+    in_bucket = bucket_masks(layout_of(kind, size), ancestors, lengths, start + torch.arange(5), valid, padding.left)[
+        f"{kind}_attention"
+    ]
+    assert torch.equal(in_bucket[..., :17], mask)
+    assert not in_bucket[..., 17:].any()
 
 
 def test_positions_count_tokens_not_slots() -> None:
@@ -88,11 +89,7 @@ def test_padding_of_a_part_of_the_prompt_and_after_virtual_tokens() -> None:
     assert padding.extended_to(7).counts.tolist() == [2, 1]
     assert padding.extended_to(7).left.tolist() == [0, 0]
     assert padding.extended_to(5) is padding
-
-
-def test_a_prompt_without_padding_has_none() -> None:
-    assert PromptPadding.of(None) is None
-    assert PromptPadding.of(torch.ones(2, 4)) is None
+    assert PromptPadding.of(None) is PromptPadding.of(torch.ones(2, 4)) is None
 
 
 @pytest.mark.parametrize(
@@ -114,18 +111,14 @@ def test_layout_follows_the_configuration(fields: dict[str, object], wanted: lis
     assert MaskLayout.of(SimpleNamespace(_attn_implementation="eager")).additive
 
 
-def test_models_of_several_layer_types_get_a_mask_each() -> None:
-    layout = MaskLayout((("full_attention", "full", 0), ("sliding_attention", "sliding", 2)), False)
-    tree = TokenTree(torch.zeros(1, 1, dtype=torch.long), torch.tensor([-1]))
-    masks = tree_masks(layout, tree.ancestor_mask(), torch.tensor([3]), 3, None, torch.float32)
-    assert isinstance(masks, dict)
-    assert masks["full_attention"][0, 0].int().tolist() == [[1, 1, 1, 1]]
-    assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1]]
-
-
-def test_later_nodes_see_what_they_see_in_the_whole_tree() -> None:
-    whole = torch.randn(2, 1, 5, 14)
-    assert torch.equal(last_queries(whole, 3), whole[:, :, 3:])  # type: ignore[arg-type]
-    several = last_queries({"full_attention": whole, "sliding_attention": -whole}, 4)
-    assert isinstance(several, dict)
-    assert torch.equal(several["sliding_attention"], -whole[:, :, 4:])
+@pytest.mark.parametrize("layers", [("full",), ("full", "sliding")])
+def test_later_nodes_see_what_they_see_in_the_whole_tree(layers: tuple[str, ...]) -> None:
+    tree = TokenTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor(PARENTS))
+    layout = MaskLayout(tuple((f"{kind}_attention", kind, 3) for kind in layers), False)  # type: ignore[misc]
+    positions = Positions.of(None, 7, torch.device("cpu"))
+    inputs = TreeInputs(tree, torch.tensor(LENGTHS), 12, None, positions, layout, torch.float32, False)
+    (whole, places), (later, later_places) = inputs.masks_and_positions(), inputs.masks_and_positions(3)
+    assert torch.equal(later_places, places[:, 3:])
+    for name in ("full_attention", "sliding_attention")[: len(layers)]:
+        one, other = (mask if isinstance(mask, torch.Tensor) else mask[name] for mask in (whole, later))
+        assert torch.equal(other, one[:, :, 3:])

@@ -32,10 +32,10 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.checkpoints.hub import inspect_head
 from hf_specdec.drafters.mtp import MtpDrafter, NativeMtpDrafter
 from hf_specdec.drafters.registry import methods
-from hf_specdec.generation import plan
+from hf_specdec.generation import call
 from hf_specdec.generation.state import state_of
 from hf_specdec.training import EagleTrainingConfig, capture_features, train_eagle
 from hf_specdec.trees.draft import Budget, Draft
@@ -282,7 +282,7 @@ def test_native_modules_under_any_budget(native: Any, monkeypatch: pytest.Monkey
     """Plain steps between, and drafts of every size: what was not drafted for is read later."""
     plain = native.generate(IDS, attention_mask=MASK, **GREEDY)
     Wandering.all.clear()
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     assert torch.equal(plain, native.generate(IDS, attention_mask=MASK, speculative="mtp", **GREEDY))
     (controller,) = Wandering.all
     assert {step.draft.tree.num_nodes for _, step in controller.seen} >= {1, 2, 3}

@@ -37,7 +37,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter
-from hf_specdec.generation import plan
+from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification.model import CACHE_FIELD
 from models import prompts
@@ -76,7 +76,7 @@ def reference(assistant: Any, text: list[int], num_steps: int, mask: int = MASK)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_those_of_the_reference(kind: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps between them, so that rows of a batch have read from one to many tokens since the last draft."""
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     model, assistant = attached("llama"), pard_assistant(kind, noise=0.1)
     drafter = model.add_drafter(SpiedPard(assistant))
     assert torch.equal(generate(model, batch_size), generate(model, batch_size, speculative=CHAIN))

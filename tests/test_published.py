@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hf_specdec.checkpoints import published
-from hf_specdec.checkpoints.published import PublishedHead, find_heads
+from hf_specdec.checkpoints import hub
+from hf_specdec.checkpoints.hub import PublishedHead, find_heads
 from hf_specdec.cli import heads as command
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 
@@ -25,7 +25,7 @@ class Hub:
     named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None}
 
     def list_models(self, *, limit: int, sort: str, filter: str = "", search: str = "") -> list[Any]:
-        assert (limit, sort) == (published.MOST, "downloads")
+        assert (limit, sort) == (hub.MAX_FOUND, "downloads")
         found = {f"base_model:{TARGET}": self.tagged}.get(filter, {}) | {"Model-8B": self.named}.get(search, {})
         return [SimpleNamespace(id=name, downloads=downloads) for name, downloads in found.items()]
 
@@ -36,7 +36,7 @@ class NoHub(Hub):
 
 
 def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "HfApi", Hub)
+    monkeypatch.setattr(hub, "HfApi", Hub)
     assert find_heads(TARGET) == [
         PublishedHead("z-lab/Model-8B-DFlash", "dflash", 1200), PublishedHead("yuhuili/EAGLE3-Model-8B", "eagle", 900),
         PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("amd/PARD-Model-8B", "pard", 0),
@@ -46,19 +46,19 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("target", ["", "a/b/c", "org/..", "/home/me/model"])
 def test_invalid_ids(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "HfApi", NoHub)  # refused before anything is sent
+    monkeypatch.setattr(hub, "HfApi", NoHub)  # refused before anything is sent
     with pytest.raises(InvalidConfigError, match="is not a Hub id"):
         find_heads(target)
 
 
 def test_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "HfApi", NoHub)
+    monkeypatch.setattr(hub, "HfApi", NoHub)
     with pytest.raises(CheckpointFormatError, match=r"hub\.test cannot be searched: Connection refused"):
         find_heads(TARGET)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr(published, "HfApi", Hub)
+    monkeypatch.setattr(hub, "HfApi", Hub)
     command.find(TARGET)
     told = capsys.readouterr().out
     assert "z-lab/Model-8B-DFlash" in told

@@ -27,10 +27,10 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.checkpoints.hub import inspect_head
 from hf_specdec.cli import app
 from hf_specdec.drafters.registry import drafter_of
-from hf_specdec.generation import reading_trial, trial_texts
+from hf_specdec.generation import reading_trial
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.verification.features import LAST, FeatureTap
 
@@ -164,10 +164,10 @@ def test_other_facts_of_a_head_are_another_trial(llama: Any, tmp_path: Path) -> 
 
 
 def test_the_users_generation_settings_do_not_disturb_the_texts(sure_llama: Any) -> None:
-    plain = trial_texts.write_texts(sure_llama)
+    plain = reading_trial._write_texts(sure_llama)
     stored = sure_llama.generation_config
     stored.num_return_sequences, stored.do_sample, stored.temperature = 2, True, 0.1
-    texts = trial_texts.write_texts(sure_llama)
+    texts = reading_trial._write_texts(sure_llama)
     assert sure_llama.generation_config is stored
     assert all(torch.equal(one.token_ids, two.token_ids) for one, two in zip(plain, texts, strict=True))
 
@@ -253,7 +253,7 @@ def test_the_right_reading_is_found(
     assert len(kept) == 1
     # the second time it is read from disk, whatever the texts would say
     with monkeypatch.context() as patch:
-        patch.setattr(reading_trial, "write_texts", None)
+        patch.setattr(reading_trial, "_write_texts", None)
         assert model.load_drafter(folder).head.reading == reading
     kept[0].write_text("{")
     assert model.load_drafter(folder).head.reading == reading
@@ -267,15 +267,15 @@ def test_the_right_reading_is_found(
 
 def test_chat_models_answer_questions_and_others_sample(sure_llama: Any, tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    sampled = trial_texts.write_texts(sure_llama)
+    sampled = reading_trial._write_texts(sure_llama)
     assert {(text.token_ids.shape[1], text.prompt_length) for text in sampled} == {(49, 1)}
-    assert len({tuple(text.token_ids[0].tolist()) for text in sampled}) == len(trial_texts.PROMPTS)
+    assert len({tuple(text.token_ids[0].tolist()) for text in sampled}) == len(reading_trial.PROMPTS)
     tokenizer = zoo.chat_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     sure_llama.config.name_or_path = str(tmp_path)
-    answers = trial_texts.write_texts(sure_llama)
+    answers = reading_trial._write_texts(sure_llama)
     assert torch.equal(torch.get_rng_state(), state)
-    for text, prompt in zip(answers, trial_texts.PROMPTS, strict=True):
+    for text, prompt in zip(answers, reading_trial.PROMPTS, strict=True):
         asked = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
         ids = torch.tensor([asked["input_ids"]])
         assert text.prompt_length == ids.shape[1]
@@ -343,7 +343,7 @@ def test_the_measure_is_the_expected_number_of_accepted_tokens(llama: Any) -> No
         def score(self, output: Tensor, lm_head: Any) -> Tensor:
             return self.probs
 
-    text = trial_texts.TrialText(torch.arange(3, 40)[None], prompt_length=1)
+    text = reading_trial.TrialText(torch.arange(3, 40)[None], prompt_length=1)
     with torch.no_grad(), FeatureTap(llama, (1,)) as tap:
         logits = llama(text.token_ids).logits
     features = tap.take()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,19 +158,6 @@ def test_turns_are_invented_and_an_interrupted_run_goes_on(talker: Any, tmp_path
         assert 1 < len(served.requests) - before < before
 
 
-def test_answers_whose_ids_are_not_known_are_given_up(
-    talker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    served, tokenizer = Served(talker), chat_tokenizer()
-    served.miscounts = 3
-    with serving(served) as url, caplog.at_level(logging.WARNING, "hf_specdec"):
-        teacher = ServerTeacher(url, tokenizer, num_requests=1)
-        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
-    assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 3
-    assert teacher.num_lost == 3
-    assert "3 answers were dropped" in caplog.text
-
-
 def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
     """They are not asked for again, and the dataset can be read."""
     served, tokenizer = Served(talker), chat_tokenizer()
@@ -193,34 +179,6 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
     assert asked == 1 + 4 + 1 + len(PROMPTS) - 4  # a part without one answer: does the server still answer?
     assert len(served.requests) == asked + 1
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
-
-
-def test_malformed_answers_are_reported_by_reason(
-    talker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The run goes on; a valid part of a malformed answer is not kept."""
-    served, tokenizer = Served(talker), chat_tokenizer()
-    original = served.complete
-
-    def complete(request: dict[str, Any]) -> dict[str, Any]:
-        answer, number = original(request), len(served.requests)
-        if number == 3:
-            answer["choices"] = []
-        if number in (5, 6):
-            answer["choices"][0]["token_ids"] = [5, 2**70]
-        if number == 8:
-            raise Refusal
-        return answer
-
-    served.complete = complete  # type: ignore[method-assign]
-    with serving(served) as url, caplog.at_level(logging.WARNING, "hf_specdec"):
-        teacher = ServerTeacher(url, tokenizer, num_requests=1)
-        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
-    foreign = "`token_ids` are not ids of the tokenizer's vocabulary"
-    assert teacher.lost == {foreign: 2, "HTTP 400": 1, "`choices` is not a list of one object": 1}
-    assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
-    assert f"4 answers were dropped: 2 x {foreign}; 1 x " in caplog.text
-    assert caplog.text.count("the first for this reason") == 3
 
 
 def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp_path: Path) -> None:
@@ -317,24 +275,6 @@ def test_how_an_answer_ends(talker: Any) -> None:
                 assert teacher.ended(answer) == (choice["finish_reason"] == "stop")
         assert teacher.name == "tiny"
         assert served.requests[-1]["model"] == "/home/somebody/models/tiny"
-
-
-def test_a_prompt_that_a_server_refuses_is_given_up(talker: Any, tmp_path: Path) -> None:
-    served = Served(talker)
-    original = served.complete
-
-    def complete(request: dict[str, Any]) -> dict[str, Any]:
-        if len(request["prompt"]) > 6:
-            raise Refusal
-        return original(request)
-
-    served.complete = complete  # type: ignore[method-assign]
-    with serving(served) as url:
-        teacher = ServerTeacher(url, chat_tokenizer())
-        distill(teacher, chat_tokenizer(), PROMPTS, tmp_path / "out", CONFIG, progress=False)
-    kept = rows_of(tmp_path / "out")
-    assert teacher.num_lost == len(PROMPTS) - len(kept) > 0
-    assert {len(row["messages"][0]["content"].split()) for row in kept} == {2, 3}
 
 
 def test_the_command(

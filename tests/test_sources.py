@@ -9,39 +9,34 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 import zoo
 from hf_specdec import CheckpointFormatError, SpeculativeGenerationMixin, load_head
-from hf_specdec.checkpoints.sources import is_connection_error, local_directory
-from hf_specdec.checkpoints.target_config import first_sentence
-from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import read_object
+from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
+from hf_specdec.errors import InvalidConfigError, first_sentence
+from hf_specdec.records import read_json
 from hf_specdec.training.data import read_rows
 
 
 def test_hub_ids_and_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "head").mkdir()
-    assert local_directory(tmp_path, "head", "") == tmp_path
-    assert local_directory("~/head", "head", "") == tmp_path / "head"
-    for name in ("org/none", "gpt2", "x" * 5000, "a\0b"):
-        assert local_directory(name, "head", "") is None
+    assert head_directory(tmp_path) == tmp_path
+    assert head_directory("~/head") == tmp_path / "head"
+    assert head_directory("org/none") is None
+    assert model_directory("gpt2") is None
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(CheckpointFormatError):
+            head_directory(name)
 
 
-@pytest.mark.parametrize("name", ["/nope", "./nope", "../nope", ".nope", "~/nope", "~nobody/nope", "a/b/c"])
-def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdec.checkpoints.hub.hf_hub_download", None)
-    with pytest.raises(CheckpointFormatError) as refused:
-        load_head(name)
-    assert str(refused.value) == (
-        f"The head {name!r} cannot be loaded: there is no such directory. "
-        "Use a directory with config.json and weights, or a Hub id."
-    )
-
-
-def test_a_file_is_refused_before_any_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdec.checkpoints.hub.hf_hub_download", None)
+@pytest.mark.parametrize("name", ["/nope", "./nope", "../nope", ".nope", "~/nope", "~nobody/nope", "a/b/c", "file"])
+def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_specdec.checkpoints.sources.hf_hub_download", None)
     monkeypatch.chdir(tmp_path)
-    Path("README.md").touch()
-    with pytest.raises(CheckpointFormatError, match=r"^The head 'README\.md' is a file\. Use a directory"):
-        load_head("README.md")
+    Path("file").touch()
+    found = "is a file" if name == "file" else "does not exist"
+    with pytest.raises(CheckpointFormatError, match=rf"The head '.*' {found}\. Use a directory with config\.json"):
+        load_head(name)
 
 
 def test_connection_errors_are_found_behind_others() -> None:
@@ -57,7 +52,7 @@ def test_reasons_are_whole_sentences_without_numbers(tmp_path: Path) -> None:
     assert first_sentence(ValueError("It failed")) == "It failed."
     assert first_sentence(ValueError("It failed after a while. It may work later")) == "It failed after a while."
     with pytest.raises(InvalidConfigError, match=r"none.json' cannot be read: No such file or directory\.$"):
-        read_object(tmp_path / "none.json")
+        read_json(tmp_path / "none.json")
     for name in (f"{tmp_path}/none", "none.txt", "none.jsonl.gz"):
         with pytest.raises(InvalidConfigError) as refused:
             next(read_rows(name))

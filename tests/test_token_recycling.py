@@ -22,10 +22,10 @@ from hf_specdec.drafters.token_recycling import (
     _HostRecyclingSession,
     _RecyclingSession,
 )
-from hf_specdec.generation import plan
+from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.step import Step, StepSeconds
+from hf_specdec.verification.step import Step
 from models import prompts
 
 CPU = torch.device("cpu")
@@ -345,7 +345,7 @@ def test_a_skimmed_step_is_followed_and_teaches_nothing() -> None:
         def next(self) -> Budget:
             return PLAIN_STEP
 
-        def observe(self, step: Step, seconds: StepSeconds) -> None:
+        def observe(self, step: Step) -> None:
             session = sessions[-1]
             seen.append((session._previous.tolist(), session._roots.tolist(), step.draft.tree.tokens[:, 0].tolist()))
 
@@ -357,7 +357,7 @@ def test_a_skimmed_step_is_followed_and_teaches_nothing() -> None:
         return sessions[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "FixedController", Plain)
+        patch.setattr(call, "FixedController", Plain)
         patch.setattr(TokenRecyclingDrafter, "start", watched)
         config = {"method": "hybrid", "methods": ["token_recycling"], "adaptive": False}
         found = model.generate(ids, speculative=config, **options)

@@ -14,11 +14,8 @@ import drafters
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.control.constants import FADED_QUERIES, MIN_PAUSE
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.head_schedule import HeadSchedule
-from hf_specdec.control.learned_stats import LearnedStats
-from hf_specdec.control.tree_width import Width
+from hf_specdec.control.policy import FADED_QUERIES, MIN_PAUSE, HeadSchedule, LearnedStats, Width
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import zoo
 from drafters import EagleFamily as Head
-from drafters import random_head
+from drafters import random_block, random_head, random_heads
 from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.errors import CheckpointFormatError
@@ -25,8 +25,10 @@ from hf_specdec.heads import attention
 from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.training import (
     Conversation,
+    DFlashTrainingConfig,
     EagleTrainingConfig,
     FeatureStore,
+    Medusa2TrainingConfig,
     MedusaTrainingConfig,
     capture_features,
     drop_near_duplicates,
@@ -37,18 +39,40 @@ from hf_specdec.training import (
     most_frequent_tokens,
     openings,
     predicted_tau,
+    search_tree,
     start_from_target,
+    train_dflash,
     train_eagle,
     train_medusa,
 )
+from hf_specdec.training.block_objective import DFlashObjective
 from hf_specdec.training.eagle_objective import EagleObjective
 from hf_specdec.training.feature_store import collate
-from hf_specdec.training.medusa_objectives import MedusaObjective, answers_ahead
-from hf_specdec.training.objectives import Counts, HeadLoss, Tally, TargetReader, grown
+from hf_specdec.training.medusa_objectives import MedusaObjective
+from hf_specdec.training.objectives import HeadLoss, grown
 from hf_specdec.training.run_setup import last_checkpoint
 from hf_specdec.training.trainer import HeadTrainer, estimate_run, num_steps_of
 from hf_specdec.verification.features import LAST
 from trained import TALKS, answered, arguments, batch_of
+
+OBJECTIVES: dict[str, Any] = {
+    "eagle": lambda head, model: EagleObjective(head, model, EagleTrainingConfig()),
+    "medusa": lambda heads, model: MedusaObjective(heads, model, MedusaTrainingConfig()),
+    "dflash": lambda head, model: DFlashObjective(head, model, DFlashTrainingConfig()),
+}
+
+
+def new_run(kind: str, model: Any, answer_tokens: int = 0, **fields: Any) -> tuple[Any, Any, Any]:
+    """A trainer, a head that draws at random while it learns, and its settings."""
+    if kind == "medusa":
+        return train_medusa, random_heads(model, **fields), MedusaTrainingConfig(answer_tokens=answer_tokens)
+    if kind == "dflash":
+        head: Any = random_block(model, sample_from_anchor=True, markov_rank=4, confidence_head=True, **fields)
+        return train_dflash, head, DFlashTrainingConfig(anchors=3, answer_tokens=answer_tokens)
+    head = random_head(model, version=3 if kind == "eagle3" else 1, **fields)
+    noise = 0.0 if answer_tokens else 0.1
+    return train_eagle, head, EagleTrainingConfig(0.0, 1.0, noise=noise, answer_tokens=answer_tokens)
+
 
 # ------------------------------------------------------------------------------------------------------ features
 
@@ -67,7 +91,7 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.build("llama")
+    model = copy.deepcopy(zoo.build("llama"))
     whole = capture_features(model, TALKS, tmp_path / "whole", batch_size=1)
     with monkeypatch.context() as patch:
         calls: list[int] = []
@@ -81,21 +105,13 @@ def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
         original = feature_store.target_features
         patch.setattr("hf_specdec.training.feature_store.target_features", stop)
         with pytest.raises(KeyboardInterrupt):
-            capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
+            capture_features(model.train(), TALKS, tmp_path / "cut", batch_size=1)
+        assert all(module.training for module in model.modules())
     with pytest.raises(InvalidConfigError, match="2 of 3 parts are missing"):
         FeatureStore(tmp_path / "cut")
     again = capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
     for one, other in zip(whole, again, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_failed_capture_leaves_the_model_in_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(zoo.build("llama")).train()
-    monkeypatch.setattr(feature_store, "target_features", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        capture_features(model, TALKS, tmp_path / "cut")
-    assert model.training
-    assert all(module.training for module in model.modules())
 
 
 def test_features_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +147,48 @@ def test_captured_features_of_more_layers_serve_those_who_need_fewer(tmp_path: P
         capture_features(model, TALKS, tmp_path / "made", layers=(0, 1, LAST))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("eagle", {}),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 2]}),
+        ("dflash", {"aux_hidden_state_layer_ids": [1, 2]}),
+        ("dflash", {"aux_hidden_state_layer_ids": [2, 0, 2]}),
+        ("dflash", {"aux_hidden_state_layer_ids": [-1, 1]}),
+    ],
+    ids=str,
+)
+def test_captured_features_give_the_same_weights(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """One store serves every head whose layers it has, also for the openings of answers."""
+    model = zoo.build("llama")
+    talks = sorted(TALKS, key=lambda talk: -len(talk.input_ids))
+    stored = [capture_features(model, talks, tmp_path / str(n), layers=layers) for n, layers in enumerate(
+        [(0, 1, 2, LAST), (3, LAST)])]  # fmt: skip
+    trained = []
+    for data in (stored[0], talks):
+        train, head, config = new_run(kind, model, answer_tokens=2, **fields)
+        train(model, head, data, arguments(tmp_path / "run", 2), config)
+        trained.append(head.fc.weight.detach().clone())
+    torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
+    if kind != "eagle":
+        with pytest.raises(InvalidConfigError, match=r"\[3, -1\] were captured, but this head reads \["):
+            train(model, head, stored[1], arguments(tmp_path / "run", 1), config)
+
+
+def test_openings_of_captured_features_are_those_of_their_conversations(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    store, talks = capture_features(model, TALKS, tmp_path / "store"), openings(TALKS, 2)
+    cut = openings(store, 2)
+    assert isinstance(cut, FeatureStore)
+    assert sorted(cut.lengths) == sorted(len(talk.input_ids) for talk in talks) != sorted(store.lengths)
+    for index, length in enumerate(cut.lengths):
+        item, whole = cut[index], store[index]
+        assert [len(item[name]) for name in ("input_ids", "loss_mask", "features")] == [length] * 3
+        assert torch.equal(item["features"], whole["features"][:length])
+        assert int(item["loss_mask"].sum()) == min(2, int(whole["loss_mask"].sum()))
+    assert openings(store, 0) is store
+
+
 def test_the_opening_of_a_conversation() -> None:
     two_turns = Conversation((5, 6, 7, 8, 9, 1, 2, 3, 4), (False, True, True, True, True, False, True, True, False))
     assert two_turns.opening(2) == Conversation(
@@ -140,54 +198,6 @@ def test_the_opening_of_a_conversation() -> None:
     assert two_turns.opening(9) == Conversation(two_turns.input_ids[:8], two_turns.loss_mask[:8])
     nobody_answers = Conversation((5, 6), (False, False))
     assert nobody_answers.opening(3) == nobody_answers
-
-
-def test_openings_of_captured_features_are_those_of_their_conversations(tmp_path: Path) -> None:
-    """The features were made once, of the whole; a prefix is read of them. Training is the same either way."""
-    model = zoo.build("llama")
-    store, talks = capture_features(model, TALKS, tmp_path / "store", layers=(0, 1, 2, LAST)), openings(TALKS, 2)
-    cut = openings(store, 2)
-    assert isinstance(cut, FeatureStore)
-    assert sum(cut.lengths) < sum(store.lengths)
-    assert sorted(cut.lengths) == sorted(len(talk.input_ids) for talk in talks)
-    for index in range(len(cut)):
-        item, whole = cut[index], store[index]
-        length = cut.lengths[index]
-        assert [len(item[name]) for name in ("input_ids", "loss_mask", "features")] == [length] * 3
-        assert torch.equal(item["features"], whole["features"][:length])
-        assert int(item["loss_mask"].sum()) == min(2, int(whole["loss_mask"].sum()))
-    trained = []
-    for data in (store, sorted(TALKS, key=lambda talk: -len(talk.input_ids))):
-        head = random_head(model, version=3, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-        config = EagleTrainingConfig(0.0, 1.0, noise=0.0, answer_tokens=2)
-        train_eagle(model, head, data, arguments(tmp_path / "run", 2), config)
-        trained.append(head.fc.weight.detach().clone())
-    torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
-    assert openings(store, 0) is store
-
-
-def test_a_head_reads_its_columns_of_what_was_captured(tmp_path: Path) -> None:
-    """One store serves every head whose layers it has; features made in every step give the same weights."""
-    model = zoo.build("llama")
-    store = capture_features(model, TALKS, tmp_path / "store", layers=(1, 2, 3, LAST))
-    for version in (1, 3):
-        trained = []
-        for data in (store, sorted(TALKS, key=lambda talk: -len(talk.input_ids))):
-            head = random_head(model, version=version)
-            config = EagleTrainingConfig(0.0, 1.0, noise=0.0)
-            train_eagle(model, head, data, arguments(tmp_path / "run", 2), config)
-            trained.append(head.fc.weight.detach().clone())
-        torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
-    with pytest.raises(InvalidConfigError, match=r"\[1, 2, 3, -1\] were captured, but this head reads \[0, 2, -1\]"):
-        train_eagle(
-            model, random_head(model, version=3, eagle_aux_hidden_state_layer_ids=[0, 2]), store,
-            arguments(tmp_path / "run", 1),
-        )  # fmt: skip
-
-
-def test_hot_tokens_are_the_most_frequent_then_the_lowest() -> None:
-    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9])], 3).tolist() == [0, 7, 9]
-    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9, 9, 9, 4])], 2).tolist() == [7, 9]
 
 
 # ------------------------------------------------------------------------------------------------------ EAGLE
@@ -215,21 +225,6 @@ def test_aligned_steps_see_what_drafting_sees(version: int | str, block: int, mo
                 out = head(embeddings[:, :width], known, positions[:, :width])
                 torch.testing.assert_close(out[:, -1], trained[step][:, begin + step], atol=1e-4, rtol=1e-4)
                 known = torch.cat([known, out[:, -1:]], dim=1)
-
-
-def test_gradients_of_blocks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = []
-    for block in (256, 3):
-        monkeypatch.setattr(attention, "QUERY_BLOCK", block)
-        torch.manual_seed(0)
-        attend, total = AlignedAttention(), torch.zeros(())
-        leaves = [torch.randn(2, heads, 7, 4, requires_grad=True) for _ in range(3) for heads in (4, 2, 2)]
-        for step in range(3):
-            total = total + (attend(*leaves[3 * step : 3 * step + 3]) * torch.randn(7, 4)).sum()
-        total.backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def slow_eagle_loss(
@@ -291,9 +286,12 @@ OTHER_WIDTH = {"version": 3, "own_embedding": True, "target_hidden_size": 32, "h
     ],
     ids=str,
 )
-@pytest.mark.parametrize("soft_tokens", [True, False])
-def test_the_eagle_loss_is_its_definition(fields: dict[str, Any], soft_tokens: bool) -> None:
-    """Several turns in one conversation, padding in the batch, gradients included."""
+@pytest.mark.parametrize(("soft_tokens", "block"), [(True, 256), (False, 3)])
+def test_the_eagle_loss_is_its_definition(
+    fields: dict[str, Any], soft_tokens: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several turns in one conversation, padding in the batch, gradients included; attention at once, or in blocks."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model = zoo.build("llama")
     begin = torch.randint(3, zoo.VOCAB_SIZE, (1, 3), generator=torch.Generator().manual_seed(3))
     ids = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=13, do_sample=False)[0].tolist()
@@ -388,13 +386,6 @@ def test_a_head_starts_from_what_its_target_has(name: str, fields: dict[str, Any
 # ------------------------------------------------------------------------------------------------------ Medusa
 
 
-def test_answers_ahead() -> None:
-    known, order = answers_ahead(torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]]).bool(), 2)
-    assert known.int().tolist() == [[[1, 1], [1, 0], [0, 0], [0, 0]], [[0, 1], [1, 0], [0, 0], [0, 0]]]
-    assert order[0, 0].tolist() == [1, 2]
-    assert order[1, 0, 1] == order[1, 1, 0] == 3
-
-
 @pytest.mark.parametrize("soft_labels", [True, False])
 @pytest.mark.parametrize("fields", [{}, {"shared_lm_head": False, "draft_vocab_size": 60}], ids=str)
 def test_the_medusa_loss_is_its_definition(fields: dict[str, Any], soft_labels: bool) -> None:
@@ -430,19 +421,6 @@ def test_the_medusa_loss_is_its_definition(fields: dict[str, Any], soft_labels: 
     torch.testing.assert_close(outputs.loss, total, atol=1e-5, rtol=1e-5)
 
 
-def test_a_recipe_with_other_values() -> None:
-    recipe = EagleTrainingConfig(noise=0.0)
-    assert recipe.changed(noise=1, soft_tokens=False) == EagleTrainingConfig(noise=1, soft_tokens=False)
-    for fields, message in (
-        ({"nose": 1.0}, "no field 'nose'"), ({"noise": "1"}, "`noise`"), ({"noise": True}, "`noise`"),
-        ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"),
-        ({"noise": -1.0}, "`noise` must be a finite number from 0 to"),
-        ({"growing": 1.5}, "`growing` must be a finite number from 0 to 1"), ({"aligned_steps": 0}, "from 1 to"),
-    ):  # fmt: skip
-        with pytest.raises(InvalidConfigError, match=message):
-            recipe.changed(**fields)
-
-
 def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) -> None:
     assert [grown(3, tenth / 10, 0.5) for tenth in range(11)] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert [grown(3, share, 0.0) for share in (0.0, 1.0)] == [3, 3]
@@ -459,43 +437,14 @@ def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
-def test_a_tally_by_hand() -> None:
-    """Two depths whose places are one to the right of each other: a chain that broke stays broken, and a greedy one
-    ends where the text is none.
-    """
-    first, second = torch.tensor([[1, 1, 0, 1, 0]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
-    target = TargetReader(zoo.build("llama"), random_head(zoo.build("llama")))
-    target.choices = lambda states: states  # type: ignore[method-assign]
-    drafted = torch.tensor([[2.0, 1.0, 0.0]] * 3)  # the best token is 0, the second best 1
-    tally = Tally(first, target, 2)
-    tally.add(first, drafted, torch.tensor([0, 1, 0]), torch.tensor([0, 1, 5]))
-    tally.move_on()
-    tally.add(second, drafted, torch.tensor([0, 0, 0]), torch.tensor([0, 0, 0]))
-    counts = tally.counts()
-    assert counts is not None
-    assert counts.right.tolist() == [[2, 1], [3, 0]]
-    assert counts.counted.tolist() == [3, 3]
-    assert counts.chains.tolist() == [3, 2]  # behind the third place the text is not the target's choice
-    assert counts.accepted.tolist() == [2, 1]  # of these two the one whose root was right, too
-    assert counts.acceptance == pytest.approx([2 / 3, 1 / 2])
-    assert counts.accuracies[0] == pytest.approx((2 / 3, 1 / 3))
-    assert counts.accuracies[1] == (1.0, 0.0)
-    again = Counts.of(counts.packed() + counts.packed())
-    assert again.accuracies == counts.accuracies
-    assert (again.accepted.tolist(), again.chains.tolist()) == ([4, 2], [6, 4])
-    unmeasured = Tally(first, target, 0)
-    unmeasured.add(first, drafted, torch.tensor([0, 1, 0]), torch.tensor([0, 1, 5]))
-    assert unmeasured.counts() is None
-
-
-def test_some_are_held_out_at_even_distances() -> None:
+def test_data_are_chosen() -> None:
     talks = [Conversation.of([5], [number]) for number in range(6)]
-    kept, apart = hold_out(talks, 2)
-    assert [talk.input_ids[1] for talk in apart] == [2, 5]
-    assert [talk.input_ids[1] for talk in kept] == [0, 1, 3, 4]
+    assert hold_out(talks, 2) == ([talks[place] for place in (0, 1, 3, 4)], [talks[2], talks[5]])
     assert hold_out(talks, 0) == (talks, [])
     assert hold_out(talks, 9) == ([], talks)
     assert hold_out([*talks, talks[5]], 1) == (talks[:5], [talks[5]])  # no copy of it is trained on
+    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9])], 3).tolist() == [0, 7, 9]
+    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9, 9, 9, 4])], 2).tolist() == [7, 9]
 
 
 def test_what_was_said_before_is_left_out() -> None:
@@ -543,52 +492,43 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
 
 def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:
     """Steps and disk to the byte; the rehearsal leaves neither gradients nor draws behind."""
-    linear = torch.nn.Linear(10, 10, bias=False)
-    rehearsed: list[list[int]] = []
-
-    def rehearse(numbers: Any) -> Tensor:
-        rehearsed.append(list(numbers))
-        return linear(torch.ones(len(numbers), 10)).sum()
-
     options = arguments(
         tmp_path, -1, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         save_strategy="steps", save_steps=2, save_total_limit=2,
     )  # fmt: skip
-    lengths = [5, 50, 7, 9, 8]
     assert num_steps_of(options, 5) == 6  # three batches, two updates an epoch
-    found = estimate_run(rehearse, linear, lengths, options, num_done=2)
-    assert rehearsed == [[2, 4], [2, 4], [3, 1]]
-    assert found.num_steps == 4
-    assert found.disk_bytes == 3 * 12 * 100
-    assert found.memory_bytes > 12 * 100
-    assert linear.weight.grad is None
-    assert str(replace(found, seconds_per_step=1800.0)).startswith("4 steps of 1.8e+03 s: about 2 h 00 min; ")
-    model, head = zoo.build("llama"), random_head(zoo.build("llama"), version=1)
-    trainer = HeadTrainer(EagleObjective(head, model, EagleTrainingConfig()), model, TALKS, arguments(tmp_path, 1))
-    before = torch.get_rng_state()
-    assert trainer.rehearse([0, 2]).requires_grad
-    assert torch.equal(torch.get_rng_state(), before)
+    model = zoo.build("llama")
+    for kind in ("eagle", "medusa", "dflash"):
+        _, head, _ = new_run(kind, model)
+        objective = OBJECTIVES[kind](head, model)
+        trainer, before = HeadTrainer(objective, model, TALKS, options), torch.get_rng_state()
+        found = estimate_run(trainer.rehearse, objective, [5, 7, 3], options, num_done=1)
+        size = sum(parameter.numel() for parameter in head.parameters())
+        assert (found.num_steps, found.disk_bytes) == (2, 2 * 12 * size)
+        assert found.memory_bytes > 12 * size
+        assert all(parameter.grad is None for parameter in head.parameters())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert str(replace(found, seconds_per_step=3600.0)).startswith("2 steps of 3.6e+03 s: about 2 h 00 min; ")
 
 
 # ------------------------------------------------------------------------------------------------------ the Trainer
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_training_resumes_exactly(version: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "dflash"])
+def test_training_resumes_exactly(kind: str, tmp_path: Path) -> None:
     """Six steps at once, and four, an interrupt, then the rest: the same weights and the same losses, bit by bit."""
     model = zoo.build("llama")
-    talks = [*TALKS, *(Conversation.of([9], list(range(30, 40))) for _ in range(5))]
+    talks = [*TALKS, *(Conversation.of([9], list(range(30, 50))) for _ in range(5))]
     runs = []
     for stops in ([6], [4, 6]):
         for stop in stops:
-            head = random_head(model, version=version)
+            train, head, config = new_run(kind, model)
             options = arguments(
                 tmp_path / str(len(stops)), 6, save_strategy="steps", save_steps=2, logging_steps=1, warmup_steps=3,
                 per_device_train_batch_size=2, gradient_accumulation_steps=2,
             )  # fmt: skip
-            noise = EagleTrainingConfig(0.0, 1.0, noise=0.1)
             options.max_steps, options.lr_scheduler_type = stop, "constant_with_warmup"
-            train_eagle(model, head, talks, options, noise, resume=stop != stops[0])
+            train(model, head, talks, options, config, resume=stop != stops[0])
         log = json.loads((Path(options.output_dir) / "trainer_state.json").read_text())["log_history"]
         runs.append((head.state_dict(), [row["loss"] for row in log if "loss" in row]))
     assert len(runs[0][1]) == 6
@@ -716,14 +656,54 @@ def test_the_log_tells_accuracies_and_tau(tmp_path: Path) -> None:
     assert predicted_tau([0.5, 0.4]) == pytest.approx(1.7)
 
 
-def test_meaningless_settings_are_refused(tmp_path: Path) -> None:
-    for fields in ({"noise": -1}, {"token_weight": -0.1}, {"aligned_steps": 0}):
-        with pytest.raises(InvalidConfigError):
-            EagleTrainingConfig(**fields)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (EagleTrainingConfig, {"nose": 1.0}, "no field 'nose'"),
+        (EagleTrainingConfig, {"noise": "1"}, "a number from 0 to 1000000, got '1'"),
+        (EagleTrainingConfig, {"noise": True}, "a number"),
+        (EagleTrainingConfig, {"noise": -1}, "a number from 0"),
+        (EagleTrainingConfig, {"token_weight": -0.1}, "a number from 0"),
+        (EagleTrainingConfig, {"aligned_steps": 0}, "an integer from 1 to 64"),
+        (EagleTrainingConfig, {"aligned_steps": 2.0}, "an integer"),
+        (EagleTrainingConfig, {"soft_tokens": 1}, "true or false"),
+        (EagleTrainingConfig, {"growing": 1.5}, "a number from 0 to 1,"),
+        (MedusaTrainingConfig, {"head_decay": 0.0}, "above 0 and at most 2"),
+        (DFlashTrainingConfig, {"anchors": 0}, "an integer from 1"),
+        (DFlashTrainingConfig, {"anchors": 1.5}, "an integer"),
+        (DFlashTrainingConfig, {"slot_decay": 0.0}, "above 0"),
+        (DFlashTrainingConfig, {"slot_decay": float("nan")}, "above 0"),
+        (DFlashTrainingConfig, {"confidence_weight": -1.0}, "a number from 0"),
+        (DFlashTrainingConfig, {"answer_tokens": -1}, "an integer from 0"),
+        (Medusa2TrainingConfig, {"head_weight": 0}, "above 0"),
+        (Medusa2TrainingConfig, {"lora_rank": 0}, "an integer from 1"),
+        (Medusa2TrainingConfig, {"schedule": "cosine"}, "'constant' or 'sine'"),
+    ],
+)
+def test_settings_that_are_refused(kind: Any, fields: dict[str, Any], reason: str) -> None:
+    if kind is not Medusa2TrainingConfig:
+        with pytest.raises(InvalidConfigError, match=reason):
+            kind().changed(**fields)
+    if "nose" not in fields:
+        with pytest.raises(InvalidConfigError, match=reason):
+            kind(**fields)
+
+
+def test_heads_and_data_that_are_refused(tmp_path: Path) -> None:
     model = zoo.build("llama")
-    with pytest.raises(InvalidConfigError, match="feature_weight=0"):
-        train_eagle(model, random_head(model, version=3), TALKS, arguments(tmp_path, 1), EagleTrainingConfig())
-    with pytest.raises(InvalidConfigError, match="no conversations"):
-        train_eagle(model, random_head(model), [], arguments(tmp_path, 1))
+    assert EagleTrainingConfig().changed(noise=1, soft_tokens=False) == EagleTrainingConfig(noise=1, soft_tokens=False)
+    windowed = random_block(model, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    runs: list[tuple[Any, Any, Any, Any, str]] = [
+        (train_eagle, random_head(model, version=3), TALKS, EagleTrainingConfig(), "feature_weight=0"),
+        (train_eagle, random_head(model), [], None, "no conversations"),
+        (train_eagle, random_head(model, sliding_window=4), TALKS, None, "has a sliding window"),
+        (train_dflash, windowed, TALKS, None, "has a sliding window.*layer_types=None"),
+        (train_dflash, random_block(model), TALKS, DFlashTrainingConfig(growing=0.5), "needs a causal head"),
+    ]
+    for train, head, data, config, reason in runs:
+        with pytest.raises(InvalidConfigError, match=reason):
+            train(model, head, data, arguments(tmp_path, 1), config)
+    with pytest.raises(InvalidConfigError, match="has a sliding window"):
+        search_tree(model, windowed, TALKS, num_nodes=4)
     with pytest.raises(InvalidConfigError, match="one loss mask entry per token"):
         Conversation((1, 2), (True,))

@@ -22,8 +22,8 @@ from transformers import (
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.acceptance.accepted import cut_rows
 from hf_specdec.acceptance.processors import of_row
-from hf_specdec.acceptance.row_ends import cut_rows
 from hf_specdec.acceptance.transcript import Transcript, generator_of
 from reference import OracleDrafter
 

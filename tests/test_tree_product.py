@@ -122,23 +122,10 @@ def test_children_of_the_likeliest_are_jetspecs() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_do_not_depend_on_each_other(rule: object) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(20):
-        roots, log_probs, tokens, budget = random_inputs(generator, rows=4)
-        together = rule(roots, log_probs, tokens, budget)  # type: ignore[operator]
-        for row in range(4):
-            one = slice(row, row + 1)
-            alone = rule(roots[one], log_probs[one], tokens[one], budget)  # type: ignore[operator]
-            assert torch.equal(alone.tree.tokens, together.tree.tokens[one])
-            assert torch.equal(alone.tree.parents, together.tree.parents.expand(4, -1)[one])
-            assert torch.equal(alone.log_probs, together.log_probs[one])
-
-
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("budget", "parents"),
     [
+        (Budget(1, 3, 2), [-1]),  # a root alone
         (Budget(5, 4, 1), [-1, 0, 1, 2, 3]),  # a chain of the whole block
         (Budget(3, 4, 1), [-1, 0, 1]),
         (Budget(2, 1, 1), [-1, 0]),
@@ -158,14 +145,6 @@ def test_small_trees(rule: object, budget: Budget, parents: list[int]) -> None:
             assert draft.tree.tokens[row].tolist() == [7 + row, *chain[: budget.num_nodes - 1]]
         else:
             assert draft.tree.tokens[row, 1:].tolist() == tokens[row, 0, : budget.num_nodes - 1].tolist()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_root_alone(rule: object) -> None:
-    log_probs, tokens = torch.randn(2, 3, 20).log_softmax(-1).topk(2, dim=-1)
-    draft = rule(torch.tensor([7, 8]), log_probs, tokens, Budget(1, 3, 2))  # type: ignore[operator]
-    assert draft.tree.tokens.tolist() == [[7], [8]]
-    assert draft.tree.parents.expand(2, -1).tolist() == [[-1], [-1]]
 
 
 @pytest.mark.parametrize(

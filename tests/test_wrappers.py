@@ -220,21 +220,14 @@ def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_quantised_with_torchao(tmp_path: Path) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
+@pytest.mark.parametrize("library", ["torchao.quantization", "optimum.quanto"])
+def test_quantised(library: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip(library)
     fresh().save_pretrained(tmp_path)
-    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    model.generation_config = zoo.build("llama").generation_config
-    assert_equal(with_head(model))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_quantised_with_quanto(tmp_path: Path) -> None:
-    pytest.importorskip("optimum.quanto")
-    fresh().save_pretrained(tmp_path)
-    config = transformers.QuantoConfig(weights="int8")
+    if library == "optimum.quanto":
+        config: Any = transformers.QuantoConfig(weights="int8")
+    else:
+        config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     model.generation_config = zoo.build("llama").generation_config
     assert_equal(with_head(model))
@@ -283,16 +276,6 @@ def test_generation_configs_are_saved_and_loaded_with_speculative(tmp_path: Path
     reloaded = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
     assert torch.equal(plain, reloaded.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False))
     assert reloaded.last_speculation.method == "prompt_lookup"
-
-
-def test_assistants_without_speculative_are_transformers_own() -> None:
-    model = with_head(fresh())
-    ids, mask = prompts(1)
-    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
-    plain = model.generate(ids, **options)
-    assert torch.equal(plain, model.generate(ids, assistant_model=zoo.build("qwen2"), **options))
-    assert torch.equal(plain, model.generate(ids, prompt_lookup_num_tokens=3, **options))
-    assert model.last_speculation is None
 
 
 # ------------------------------------------------------------------------------------------------- images

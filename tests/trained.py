@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import zoo
 from hf_specdec.training import Conversation
 from hf_specdec.training.data import read_rows
 from hf_specdec.training.feature_store import collate, target_features
+
+CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
+"""The command in a process of its own."""
 
 TALKS = [
     Conversation.of([5, 6, 7], [8, 9]),

@@ -87,52 +87,45 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AdaptiveConfig": "hf_specdec.config",
-    "AnswerHistory": "hf_specdec.drafters.answer_history",
-    "AutoSpeculativeModelForCausalLM": "hf_specdec.generation.auto",
-    "Budget": "hf_specdec.trees.draft",
-    "CacheCapacityError": "hf_specdec.errors",
-    "CheckpointFormatError": "hf_specdec.errors",
-    "DFlashConfig": "hf_specdec.heads.dflash",
-    "DFlashHead": "hf_specdec.heads.dflash",
-    "Draft": "hf_specdec.trees.draft",
-    "DraftSession": "hf_specdec.drafters.base",
-    "Drafter": "hf_specdec.drafters.base",
-    "DrafterMismatchError": "hf_specdec.errors",
-    "Eagle3Config": "hf_specdec.heads.eagle3",
-    "Eagle3Head": "hf_specdec.heads.eagle3",
-    "EagleConfig": "hf_specdec.heads.eagle",
-    "EagleHead": "hf_specdec.heads.eagle",
-    "HeadTensorsError": "hf_specdec.errors",
-    "InvalidConfigError": "hf_specdec.errors",
-    "MedusaConfig": "hf_specdec.heads.medusa",
-    "MedusaHeads": "hf_specdec.heads.medusa",
-    "MtpConfig": "hf_specdec.heads.mtp",
-    "MtpHead": "hf_specdec.heads.mtp",
-    "Needs": "hf_specdec.drafters.base",
-    "SpeculationStats": "hf_specdec.reporting.stats",
-    "SpeculativeConfig": "hf_specdec.config",
-    "SpeculativeDecodingError": "hf_specdec.errors",
-    "SpeculativeGenerationMixin": "hf_specdec.generation.mixin",
-    "UnsupportedGenerationError": "hf_specdec.errors",
-    "UnsupportedModelError": "hf_specdec.errors",
-    "export_head": "hf_specdec.checkpoints.export",
-    "load_head": "hf_specdec.checkpoints.hub",
-    "model_and_head": "hf_specdec.generation.loading",
-    "packaged_model": "hf_specdec.generation.loading",
-    "register_drafter": "hf_specdec.drafters.registry",
+    "hf_specdec.checkpoints.export": ("export_head",),
+    "hf_specdec.checkpoints.hub": ("load_head",),
+    "hf_specdec.config": ("AdaptiveConfig", "SpeculativeConfig"),
+    "hf_specdec.drafters.answer_history": ("AnswerHistory",),
+    "hf_specdec.drafters.base": ("Drafter", "DraftSession", "Needs"),
+    "hf_specdec.drafters.registry": ("register_drafter",),
+    "hf_specdec.errors": (
+        "CacheCapacityError",
+        "CheckpointFormatError",
+        "DrafterMismatchError",
+        "HeadTensorsError",
+        "InvalidConfigError",
+        "SpeculativeDecodingError",
+        "UnsupportedGenerationError",
+        "UnsupportedModelError",
+    ),
+    "hf_specdec.generation.auto": ("AutoSpeculativeModelForCausalLM",),
+    "hf_specdec.generation.loading": ("model_and_head", "packaged_model"),
+    "hf_specdec.generation.mixin": ("SpeculativeGenerationMixin",),
+    "hf_specdec.heads.dflash": ("DFlashConfig", "DFlashHead"),
+    "hf_specdec.heads.eagle": ("EagleConfig", "EagleHead"),
+    "hf_specdec.heads.eagle3": ("Eagle3Config", "Eagle3Head"),
+    "hf_specdec.heads.medusa": ("MedusaConfig", "MedusaHeads"),
+    "hf_specdec.heads.mtp": ("MtpConfig", "MtpHead"),
+    "hf_specdec.reporting.stats": ("SpeculationStats",),
+    "hf_specdec.trees.draft": ("Budget", "Draft"),
 }
-"""Module that defines each name."""
+"""The names that each module defines."""
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of this package
 
     def __getattr__(name: str) -> Any:
         """Import one of the names in `__all__`; the first also registers the heads with transformers' auto classes."""
-        if name not in _MODULES:
+        module = next((module for module, names in _MODULES.items() if name in names), None)
+        if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if not _MODULES[name].endswith(".errors"):
+        if module != "hf_specdec.errors":
             importlib.import_module("hf_specdec.checkpoints.hub")
-        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(module), name)
         return value
 
 

@@ -40,10 +40,7 @@ def cache_directory() -> Path:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary file, which replaces `path` if the block ends without an error.
 
-    Removes temporary files that dead processes left for the same path.
-
-    Args:
-        path: The file; its directory is created if missing.
+    Creates its directory. Removes temporary files that dead processes left for the same path.
 
     Raises:
         InvalidConfigError: The file cannot be written; raised before the block if possible. Replaces the errors of the
@@ -92,14 +89,8 @@ def write_text(path: Path, text: str) -> None:
 def staging_directory(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory next to `folder` (on the same disk), and delete it after the block.
 
-    Removes temporary directories that dead processes left for the same folder.
-
-    Args:
-        folder: Final directory of the files (see `move_into`); its parent is created if missing.
-
-    Raises:
-        InvalidConfigError: `folder` is a file, or the temporary directory or a file of the block cannot be written,
-            see `whole_file`.
+    Creates the parent of `folder`. Removes temporary directories that dead processes left for the same folder. Errors
+    are those of `whole_file`.
     """
     with _writing(folder):
         folder = folder.absolute()
@@ -113,12 +104,7 @@ def staging_directory(folder: Path) -> Iterator[Path]:
 
 
 def clear_partials(folder: Path, prefix: str = ".") -> None:
-    """Remove unfinished files and directories of dead processes from a directory.
-
-    Args:
-        folder: The directory.
-        prefix: Remove only names with this prefix.
-    """
+    """Remove unfinished files and directories of dead processes, with names that begin with `prefix`."""
     for left in folder.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
         process = left.name.removesuffix(PARTIAL).rsplit(".", 1)[-1]
         if not process.isdigit() or psutil.pid_exists(int(process)):
@@ -156,24 +142,15 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
 
 
 def was_interrupted(folder: Path, first: str) -> bool:
-    """Return whether the last `move_into` was interrupted, so that the directory may mix old and new files.
-
-    Args:
-        folder, first: Same as in `move_into`.
-    """
+    """Whether the last `move_into` was interrupted, so that the directory may mix old and new files."""
     return not (folder / first).exists() and any(folder.glob(f".{glob.escape(first)}.*{PARTIAL}"))
 
 
 @contextmanager
 def directory_lock(folder: Path, work: str) -> Iterator[None]:
-    """Lock a directory during the block; the operating system releases the lock if the process dies.
+    """Lock a directory, created if missing, during the block; the system releases the lock if the process dies.
 
-    Args:
-        folder: The directory, created if missing.
-        work: Name of the work, part of the lock file's name and of the error message.
-
-    Raises:
-        InvalidConfigError: The lock is held already, usually by another process, or the directory cannot be created.
+    `work`, the name of the work, is part of the lock file's name and of the error if another process holds the lock.
     """
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.validation import (
     MAX_NODES,
     MAX_SLOTS,
     MAX_TIERS,
     MAX_WAIT,
     ConfigFields,
+    Rule,
+    integer,
     is_integer,
     is_number,
-    refuse_unknown_keywords,
-    require,
-    require_integer,
+    named_fields,
+    optional,
     validate_choices,
 )
 
 AcceptanceName = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
 Compile = Literal["auto", "none", "kernels", "inductor", "cuda_graph"]
-ConfigClass = TypeVar("ConfigClass")
 
 COMPILE_ALIASES: dict[bool | str, Compile] = {True: "inductor", "compile": "inductor", False: "none"}
 
@@ -44,7 +43,20 @@ MAX_HISTORY_NAME = 4000
 """Maximum length of a history's name in characters."""
 
 
-@refuse_unknown_keywords
+_FRACTION = Rule("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1)
+_FINITE = Rule("a finite number", is_number)
+
+
+def _are_tiers(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and 0 < len(value) <= MAX_TIERS
+        and all(is_integer(depth) and 1 <= depth <= MAX_NODES for depth in value)
+        and list(value) == sorted(set(value))
+    )
+
+
+@named_fields
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig(ConfigFields):
     """Settings for adapting the drafted depth to a moving average of the accepted drafted tokens per row and step.
@@ -67,6 +79,15 @@ class AdaptiveConfig(ConfigFields):
         ```
     """
 
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "candidate_steps": Rule(f"up to {MAX_TIERS} ascending depths from 1 to {MAX_NODES}", _are_tiers),
+        "ema_alpha": _FRACTION,
+        "update_interval": integer(1, MAX_WAIT),
+        "warmup_batches": integer(1, MAX_WAIT),
+        "down_hysteresis": _FINITE,
+        "up_hysteresis": _FINITE,
+    }
+
     candidate_steps: list[int] | tuple[int, ...] = (1, 3, 7)  # stored as a tuple
     ema_alpha: float = 0.2
     update_interval: int = 5
@@ -75,21 +96,9 @@ class AdaptiveConfig(ConfigFields):
     up_hysteresis: float = 0.0
 
     def __post_init__(self) -> None:
-        require(isinstance(self.candidate_steps, list | tuple), "a list of depths", "candidate_steps",
-                 self.candidate_steps)  # fmt: skip
-        steps = tuple(self.candidate_steps)
-        object.__setattr__(self, "candidate_steps", steps)
-        require(
-            0 < len(steps) <= MAX_TIERS and all(is_integer(s) and 1 <= s <= MAX_NODES for s in steps)
-            and list(steps) == sorted(set(steps)),
-            f"up to {MAX_TIERS} ascending depths from 1 to {MAX_NODES}", "candidate_steps", list(steps),
-        )  # fmt: skip
-        require(is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1, "in (0, 1]", "ema_alpha", self.ema_alpha)
-        for name in ("update_interval", "warmup_batches"):
-            value = getattr(self, name)
-            require(is_integer(value) and 1 <= value <= MAX_WAIT, f"an integer from 1 to {MAX_WAIT}", name, value)
-        for name in ("down_hysteresis", "up_hysteresis"):
-            require(is_number(getattr(self, name)), "a finite number", name, getattr(self, name))
+        if isinstance(self.candidate_steps, list):
+            object.__setattr__(self, "candidate_steps", tuple(self.candidate_steps))
+        self.check_fields()
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -99,7 +108,7 @@ class AdaptiveConfig(ConfigFields):
             InvalidConfigError: The file cannot be read, is not a JSON object, or has unknown fields or invalid values.
         """
         try:
-            values = read_object(Path(path))
+            values = read_json(Path(path))
         except InvalidConfigError as error:
             raise InvalidConfigError(f"`adaptive` must be a JSON file of AdaptiveConfig's fields: {error}") from error
         return cls.from_dict(values)
@@ -109,34 +118,29 @@ class AdaptiveConfig(ConfigFields):
         return {**asdict(self), "candidate_steps": list(self.candidate_steps)}
 
 
-def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
-    """Add `eagle_topk` to a config class, in place, as another name of `top_k`: constructor argument and property.
-
-    It cannot be a dataclass field: `dataclasses.replace(config, top_k=...)` would pass its old value along. The
-    constructor raises `InvalidConfigError` if both names are given with different values.
-    """
-    create: Any = cls.__init__
-
-    @functools.wraps(create)
-    def create_with_alias(self: Any, *args: Any, eagle_topk: int | None = None, **kwargs: Any) -> None:
-        create(self, *args, **kwargs)
-        if eagle_topk is None:
-            return
-        require_integer("eagle_topk", eagle_topk, 1, MAX_NODES)
-        if self.top_k not in (None, eagle_topk):
-            raise InvalidConfigError(
-                f"`eagle_topk` is another name of `top_k`, got eagle_topk={eagle_topk} and top_k={self.top_k}.",
-                "Give one of them.",
-            )
-        object.__setattr__(self, "top_k", eagle_topk)
-
-    cls.__init__ = create_with_alias  # type: ignore[method-assign]
-    cls.eagle_topk = property(lambda self: self.top_k)  # type: ignore[attr-defined]
-    return cls
+def _are_methods(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(isinstance(name, str) and name for name in value)
+        and len(set(value)) == len(value)
+    )
 
 
-@_accept_eagle_topk
-@refuse_unknown_keywords
+def _is_history(value: Any) -> bool:
+    names = (value,) if isinstance(value, str) else value
+    return value is True or (
+        isinstance(names, tuple)
+        and bool(names)
+        and all(isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in names)
+    )
+
+
+def _choice(names: tuple[str, ...]) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
+
+
+@named_fields
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(ConfigFields):
     """Settings for drafting, verification and acceptance.
@@ -197,7 +201,27 @@ class SpeculativeConfig(ConfigFields):
         ```
     """
 
-    _aliases = ("eagle_topk",)
+    aliases: ClassVar[Mapping[str, str]] = {"eagle_topk": "top_k"}
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "method": Rule("a method name", lambda value: isinstance(value, str) and bool(value)),
+        "num_steps": optional(integer(1, MAX_NODES)),
+        "top_k": optional(integer(1, MAX_NODES)),
+        "num_draft_tokens": optional(integer(1, MAX_NODES)),
+        "tree": Rule("'dynamic', 'static', a list of paths or None",
+                     lambda value: value in (None, "dynamic", "static") or isinstance(value, tuple)),
+        "acceptance": _choice(get_args(AcceptanceName)),
+        "posterior_threshold": _FRACTION,
+        "posterior_alpha": _FRACTION,
+        "adaptive": Rule("True, False, None, an AdaptiveConfig, a dict of its fields or a JSON file",
+                         lambda value: value is None or isinstance(value, bool | AdaptiveConfig)),
+        "compile": _choice(get_args(Compile)),
+        "max_cache_length": optional(integer(1, MAX_SLOTS)),
+        "methods": optional(Rule("a list of different method names", _are_methods)),
+        "trace": Rule("True or False", lambda value: isinstance(value, bool)),
+        "history": optional(Rule(f"True, False, a name of at most {MAX_HISTORY_NAME} characters, a list of one name "
+                                 "per row", _is_history)),
+        "draft_window": optional(integer(1, MAX_SLOTS)),
+    }  # fmt: skip
 
     method: str = "auto"
     num_steps: int | None = None
@@ -215,66 +239,30 @@ class SpeculativeConfig(ConfigFields):
     history: bool | str | list[str] | tuple[str, ...] | None = None  # names are stored as a tuple; False as None
     draft_window: int | None = None
     if TYPE_CHECKING:
-        eagle_topk: int | None = None  # a property, see `_accept_eagle_topk`
+        eagle_topk: int | None = None  # an argument, see `aliases`
+    else:
+        eagle_topk = property(lambda self: self.top_k)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
-        self._check_methods()
-        self._check_history()
-        for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length", "draft_window"):
-            value, most = getattr(self, name), MAX_SLOTS if name in ("max_cache_length", "draft_window") else MAX_NODES
-            require(value is None or (is_integer(value) and value >= 1), "an integer >= 1 or None", name, value)
-            require(value is None or value <= most, f"at most {most}", name, value)
         if isinstance(self.compile, bool | str):
             object.__setattr__(self, "compile", COMPILE_ALIASES.get(self.compile, self.compile))
-        for name, choices in (("acceptance", get_args(AcceptanceName)), ("compile", get_args(Compile))):
-            value = getattr(self, name)
-            require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
-        require(isinstance(self.trace, bool), "True or False", "trace", self.trace)
-        for name in ("posterior_threshold", "posterior_alpha"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 < value <= 1, "a number in (0, 1]", name, value)
+        for name in ("methods", "history"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.history is False:
+            object.__setattr__(self, "history", None)
         if isinstance(self.tree, list | tuple):
             object.__setattr__(self, "tree", tuple(validate_choices(self.tree)))
-        else:
-            require(self.tree in (None, "dynamic", "static"), "'dynamic', 'static' or a list of paths", "tree",
-                     self.tree)  # fmt: skip
         if isinstance(self.adaptive, str | Path):
             object.__setattr__(self, "adaptive", AdaptiveConfig.from_file(self.adaptive))
         if isinstance(self.adaptive, Mapping):
             object.__setattr__(self, "adaptive", AdaptiveConfig.from_dict(self.adaptive))
-        require(
-            self.adaptive is None or isinstance(self.adaptive, bool | AdaptiveConfig),
-            "True, False, None, an AdaptiveConfig, a dict of its fields or a JSON file", "adaptive", self.adaptive,
-        )  # fmt: skip
-
-    def _check_methods(self) -> None:
-        if self.methods is None:
-            return
-        require(
-            isinstance(self.methods, list | tuple) and bool(self.methods)
-            and all(isinstance(name, str) and name for name in self.methods)
-            and len(set(self.methods)) == len(self.methods),
-            "a list of different method names", "methods", self.methods,
-        )  # fmt: skip
-        object.__setattr__(self, "methods", tuple(self.methods))
-        require(self.method in COMBINED, "None unless `method` is 'hybrid' or 'auto'", "methods", self.methods)
-
-    def _check_history(self) -> None:
-        names = self.history
-        if isinstance(names, list | tuple):
-            names = tuple(names)
-            object.__setattr__(self, "history", names)
-        given = (names,) if isinstance(names, str) else names
-        require(
-            given is None or isinstance(given, bool) or (isinstance(given, tuple) and bool(given) and all(
-                isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in given)),
-            f"True, False, None, a name of at most {MAX_HISTORY_NAME} characters, or a list of one name per row",
-            "history", names,
-        )  # fmt: skip
-        if names is False:
-            object.__setattr__(self, "history", None)
-        require(not names or self.method in COMBINED, "None unless `method` is 'auto' or 'hybrid'", "history", names)
+        self.check_fields()
+        for name in ("methods", "history"):
+            if getattr(self, name) is not None and self.method not in COMBINED:
+                raise InvalidConfigError(
+                    f"`{name}` must be None unless `method` is 'hybrid' or 'auto', got {getattr(self, name)}."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-serialisable values; omit those added later if they have their defaults."""

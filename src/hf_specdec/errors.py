@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SpeculativeDecodingError(Exception):
@@ -32,6 +33,38 @@ def sentence(text: str) -> str:
     """Return the text with a full stop at its end, unless it ends with a punctuation mark."""
     text = text.rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return an error's message up to its first ". " after 20 characters, or the whole message; newlines removed.
+
+    It ends with a full stop, so that another sentence can follow.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    end = text.find(". ", 20)
+    return sentence(text if end < 0 else text[: end + 1])
+
+
+@contextmanager
+def translated(
+    error: type[SpeculativeDecodingError], message: str, hint: str | Callable[[Exception], str] = "",
+    kinds: tuple[type[Exception], ...] = (Exception,),
+) -> Iterator[None]:  # fmt: skip
+    """Convert the errors of other libraries, which differ by version, to one of ours; ours pass unchanged.
+
+    Args:
+        error: Class of the error to raise.
+        message: What failed; the first sentence of the other error is appended.
+        hint: How to fix it, or a function that returns it for the other error.
+        kinds: Classes of errors to convert.
+    """
+    try:
+        yield
+    except SpeculativeDecodingError:
+        raise
+    except kinds as failure:
+        way = hint if isinstance(hint, str) else hint(failure)
+        raise error(f"{message}: {sentence(first_sentence(failure)[:300])}", way) from failure
 
 
 def listed(names: Sequence[str], at_most: int = 8) -> str:

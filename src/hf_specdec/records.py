@@ -48,17 +48,8 @@ Fields = dict[str, Any]
 ErrorClass = type[SpeculativeDecodingError]
 
 
-def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
-    """Return a file's or directory's name, which need not exist, as a path.
-
-    Args:
-        value: The name.
-        error: Class of the error to raise.
-
-    Raises:
-        SpeculativeDecodingError: The value is neither text nor a path, the name is too long, or its directory cannot
-            be read; of class `error`.
-    """
+def checked_path(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
+    """Return the name of a file or directory, which need not exist, as a path; refuse values that cannot be one."""
     try:
         path = Path(value)
         path.exists()
@@ -67,32 +58,32 @@ def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
     return path
 
 
-def existing_path(source: str | Path) -> Path | None:
-    """Return a source of rows as a path, or None if it may be the name of a dataset on the Hub.
+def existing_path(
+    source: str | Path, what: str = "", hint: str = "", error: ErrorClass = InvalidConfigError
+) -> Path | None:
+    """Return the path that a name of data, a head or a model refers to; None if it may be a name on the Hub.
+
+    Args:
+        source: The name.
+        what: What it names, as the beginning of the error message.
+        hint: What to give instead.
+        error: Class of the error to raise.
 
     Raises:
-        InvalidConfigError: The file or directory does not exist, and the source cannot be the name of a dataset,
-            because it is a path in another directory, or a file by its suffix.
+        SpeculativeDecodingError: Nothing exists there, and the name cannot be one on the Hub, because it is a path in
+            another directory, or a file of data by its suffix; of class `error`.
     """
-    path = path_of(source)
+    path = checked_path(source, error)
     if path.exists():
         return path
     text = str(source)
-    if text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
-        raise InvalidConfigError(f"{text!r} does not exist.")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
+        raise error(f"{what} {text!r} does not exist.".lstrip(), hint)
     return None
 
 
 def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes]:
-    """Open a file for reading, refusing pipes, which may block, and devices, which may be endless.
-
-    Args:
-        path: The file.
-        error: Class of the error to raise.
-
-    Raises:
-        SpeculativeDecodingError: The file cannot be opened or is not a regular file; of class `error`.
-    """
+    """Open a file for reading, refusing pipes, which may block, and devices, which may be endless, with `error`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the name
@@ -103,18 +94,8 @@ def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes
     return os.fdopen(descriptor, "rb")
 
 
-def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
-    """Read a file with one JSON object; its numbers must be finite.
-
-    Args:
-        path: The file.
-        max_bytes: Maximum size of the file.
-        error: Class of the error to raise.
-
-    Raises:
-        SpeculativeDecodingError: The file cannot be read, is too large, is not a JSON object or contains NaN or an
-            infinity; of class `error`.
-    """
+def read_json(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
+    """Read a file with one JSON object of finite numbers and at most `max_bytes` bytes; else raise `error`."""
     try:
         with open_regular(path, error) as file:
             text = file.read(max_bytes + 1)
@@ -135,11 +116,7 @@ def _refuse(error: InvalidConfigError) -> None:
 
 
 def record_of(line: str | bytes, place: str) -> Fields:
-    """Return the JSON object in a line.
-
-    Raises:
-        InvalidConfigError: The line is not a JSON object; names `place`.
-    """
+    """Return the JSON object in a line; the error for any other line names `place`."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as failure:
@@ -154,12 +131,7 @@ def record_of(line: str | bytes, place: str) -> Fields:
 def read_records(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[int, Fields]]:
     """Yield the line number, counted from 1, and the object of each non-empty line of a `.jsonl` or `.jsonl.gz` file.
 
-    Args:
-        path: The file.
-        refuse: Called with the error of a line that is not a JSON object; if it returns, the line is skipped.
-
-    Raises:
-        InvalidConfigError: A line is not a JSON object, or `read_lines` rejects the file.
+    `refuse` is called with the error of a line that is not a JSON object; if it returns, the line is skipped.
     """
     for number, line in read_lines(path):
         try:
@@ -173,12 +145,7 @@ def read_records(path: Path, refuse: Callable[[InvalidConfigError], None] = _ref
 def read_list(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[str, Fields]]:
     """Yield location ("row 1" or "line 1") and value of each object in a file with a JSON list or one object per line.
 
-    Args:
-        path: The file.
-        refuse: Called with the error of a row that is not a JSON object; if it returns, the row is skipped.
-
-    Raises:
-        InvalidConfigError: The file cannot be read, has other contents, or has a list of more than `MAX_LIST_BYTES`.
+    `refuse` is called with the error of a row that is not a JSON object; if it returns, the row is skipped.
     """
     with open_regular(path) as file:
         is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
@@ -204,12 +171,7 @@ def read_list(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file, which may be `.gz`.
-
-    Raises:
-        InvalidConfigError: The file cannot be read, is not a regular file, not valid gzip or not UTF-8 text, has a NUL
-            byte, or exceeds `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
-    """
+    """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file (or `.gz`)."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         max_size = max(SMALL_BYTES, MAX_EXPANSION * size)
@@ -247,11 +209,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_lines_backwards(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
-    """Yield the lines of an open file from its last one back to the one at byte `start`, reading no more than needed.
-
-    Raises:
-        InvalidConfigError: A line is longer than `MAX_LINE_BYTES`.
-    """
+    """Yield the lines of an open file from its last one back to the one at `start`, reading no more than needed."""
     position, rest = file.seek(0, os.SEEK_END), b""
     while position > start:
         size = min(BLOCK_BYTES, position - start)

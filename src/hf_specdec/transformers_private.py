@@ -30,8 +30,7 @@ TRAINER_METHODS = (
 
 def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """Return the context manager in which transformers runs its decoding loop, with its optimisations for decoding."""
-    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
-    return context
+    return model._optimize_model_for_decode()
 
 
 def has_unfinished(model: PreTrainedModel, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
@@ -72,10 +71,9 @@ def updated_kwargs(
     model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any], num_new_tokens: int = 1
 ) -> dict[str, Any]:
     """Return the keyword arguments of the next forward, given the outputs and arguments of this one."""
-    updated: dict[str, Any] = model._update_model_kwargs_for_generation(
+    return model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=False, num_new_tokens=num_new_tokens
     )
-    return updated
 
 
 def allowed_tokens_of(processor: Any) -> Any:
@@ -126,8 +124,7 @@ def mark_output_hooks_installed(attributes: dict[str, Any]) -> None:
 
 def attention_name(config: PreTrainedConfig) -> str:
     """Return the name of the attention implementation, such as "sdpa"."""
-    name: str = config._attn_implementation
-    return name
+    return config._attn_implementation
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:

@@ -1,17 +1,17 @@
-"""Checks of user-given settings, shared by all configs: names, numbers and the paths of a static tree."""
+"""Checks of user-given settings, shared by all configs: tables of rules, names and the paths of a static tree."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
 
-ConfigClass = TypeVar("ConfigClass", bound="ConfigFields")
+_ConfigClass = TypeVar("_ConfigClass", bound="ConfigFields")
 
 Choice = tuple[int, ...]
 """Path of a static tree: ranks of the nodes below the root."""
@@ -68,11 +68,82 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
     return sorted(paths, key=lambda path: (len(path), path))
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The allowed values of a field or an argument."""
+
+    expected: str  # description for error messages
+    holds: Callable[[Any], bool]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise `InvalidConfigError` unless the value is allowed."""
+        if not self.holds(value):
+            raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shortened(value)}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer; bools are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; bools are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def integer(least: int, most: int) -> Rule:
+    """Return a rule that allows integers within bounds, both included."""
+    return Rule(f"an integer from {least} to {most}", lambda value: is_integer(value) and least <= value <= most)
+
+
+def number(least: float, most: float) -> Rule:
+    """Return a rule that allows finite numbers within bounds, both included."""
+    return Rule(f"a number from {least:g} to {most:g}", lambda value: is_number(value) and least <= value <= most)
+
+
+def one_of(*choices: str) -> Rule:
+    """Return a rule that allows one of several strings."""
+    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+
+
+def optional(rule: Rule) -> Rule:
+    """Return a rule that allows None in addition to what `rule` allows."""
+    return Rule(f"{rule.expected}, or None", lambda value: value is None or rule.holds(value))
+
+
+def list_of(rule: Rule, most: int) -> Rule:
+    """Return a rule that allows lists of 1 to `most` entries, each allowed by `rule`."""
+    return Rule(
+        f"a list of 1 to {most} entries, each {rule.expected}",
+        lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
+    )
+
+
+TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
+
+
+def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise `InvalidConfigError` unless an argument is an integer within bounds, both included."""
+    above = Rule(f"an integer >= {least}", lambda value: is_integer(value) and value >= least)
+    (above if most is None else integer(least, most)).check(name, value)
+
+
 class ConfigFields:
-    """Base class of the configs, which can be created from a dict."""
+    """Base class of the configs: frozen dataclasses, decorated with `named_fields`, that a dict can give as well.
+
+    Attributes:
+        rules: Allowed values by field name.
+        aliases: Further names of fields in the constructor.
+    """
 
     __slots__ = ()
-    _aliases: ClassVar[tuple[str, ...]] = ()
+    rules: ClassVar[Mapping[str, Rule]]
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def check_fields(self) -> None:
+        """Raise `InvalidConfigError` if the value of a field is not allowed."""
+        for name, rule in self.rules.items():
+            rule.check(name, getattr(self, name))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -81,26 +152,39 @@ class ConfigFields:
         Raises:
             InvalidConfigError: An unknown field (the message names the most similar one) or an invalid value.
         """
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        check_names(cls.__name__, values, [*names, *cls._aliases])
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
 
-def refuse_unknown_keywords(cls: type[ConfigClass]) -> type[ConfigClass]:
-    """Make the constructor of a config raise `InvalidConfigError` for an unknown keyword, as `from_dict` does."""
+def named_fields(cls: type[_ConfigClass]) -> type[_ConfigClass]:
+    """Make the constructor of a config raise `InvalidConfigError` for unknown keywords, and take aliases of fields.
+
+    An alias cannot be a dataclass field: `dataclasses.replace` would pass its old value along.
+    """
     create: Any = cls.__init__
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(create)
     def create_from_known(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls.__name__, kwargs, [*names, *cls._aliases])
+        check_known(cls.__name__, kwargs, [*names, *cls.aliases])
+        given = {alias: kwargs.pop(alias, None) for alias in cls.aliases}
         create(self, *args, **kwargs)
+        for alias, value in given.items():
+            if value is None:
+                continue
+            name = cls.aliases[alias]
+            cls.rules[name].check(alias, value)
+            if getattr(self, name) not in (None, value):
+                raise InvalidConfigError(
+                    f"`{alias}` is another name of `{name}`, got {alias}={value} and {name}={getattr(self, name)}.",
+                    "Give one of them.",
+                )
+            object.__setattr__(self, name, value)
 
     cls.__init__ = create_from_known  # type: ignore[method-assign]
     return cls
 
 
-def check_names(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
+def check_known(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
     """Check that all given names of fields, or of another kind, are known.
 
     Raises:
@@ -150,29 +234,3 @@ def unknown_method(name: str, names: Iterable[str]) -> InvalidConfigError:
     return InvalidConfigError(
         f"Unknown method or drafter {name!r}.", f"{meant}Available: {', '.join(map(repr, names))}."
     )
-
-
-def require(condition: bool, expected: str, name: str, value: Any) -> None:
-    """Raise `InvalidConfigError` with what was expected and what came, unless a condition holds."""
-    if not condition:
-        raise InvalidConfigError(f"`{name}` must be {expected}, got {shortened(value)}.")
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is an integer; bools are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number; bools are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
-
-
-def require_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    """Check that a value is an integer within bounds (inclusive).
-
-    Raises:
-        InvalidConfigError: The value has another type or is out of bounds.
-    """
-    require(is_integer(value) and value >= minimum, f"an integer >= {minimum}", name, value)
-    require(maximum is None or value <= maximum, f"at most {maximum}", name, value)

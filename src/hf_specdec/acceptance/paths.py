@@ -1,4 +1,4 @@
-"""`Acceptance`, the result of an acceptance rule, and the tree traversals that the rules share.
+"""The tree traversals that the acceptance rules share.
 
 On the device, the paths of all rows are chosen at once and the host reads the result (`settle`). On the host, rows
 are walked token by token (`walk`), or whole paths are chosen and then recorded (`keep_paths`).
@@ -7,117 +7,48 @@ are walked token by token (`walk`), or whole paths are chosen and then recorded 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.pipelining import Decision, Transfer
-from hf_specdec.acceptance.row_ends import cut_rows
+from hf_specdec.acceptance.accepted import Accepted, Transfer, cut_rows
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.host_sync import read, upload
+from hf_specdec.host_sync import read
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Result of one step: the kept path of each row and the tokens that it emits.
-
-    `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
-    -1), except in lockstep: there it goes on like the others, with padding as its tokens if an EOS token is defined.
-
-    Args:
-        path: `[B, P]` long, node indices from the root, -1 beyond the path.
-        tokens: `[B, P]` long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond.
-        next_token: `[B]` long, the next root: the last emitted token, or the old root if none.
-        nodes: The path on the host, without padding.
-        emitted: The tokens on the host, without padding.
-        num_drafted: Nodes of each row's tree on the host, without root and padding.
-        launched: The tensors of `Launch` as rows on the host, if any.
-    """
-
-    path: Tensor
-    tokens: Tensor
-    next_token: Tensor
-    nodes: tuple[tuple[int, ...], ...]
-    emitted: tuple[tuple[int, ...], ...]
-    num_drafted: tuple[int, ...]
-    launched: tuple[list[list[int]], ...] | None = None
-
-    @property
-    def num_kept(self) -> Tensor:
-        """`[B]` nodes kept in each row, root included; equals the number of emitted tokens."""
-        return (self.path >= 0).sum(-1)
-
-    @property
-    def num_accepted(self) -> Tensor:
-        """`[B]` drafted tokens kept in each row."""
-        return (self.num_kept - 1).clamp(min=0)
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of nodes kept in each row as integers on the host, equal to `num_kept`."""
-        return [len(tokens) for tokens in self.emitted]
-
-    @classmethod
-    def of(cls, host: HostTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
-        """Create an acceptance from each row's nodes and emitted tokens on the host, which have equal lengths."""
-        width = max(1, *map(len, paths))
-
-        def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-            return [[*row, *[-1] * (width - len(row))] for row in rows]
-
-        next_tokens = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
-        path, tokens = upload([padded(paths), padded(emitted)], torch.long, host.device)
-        return cls(
-            path=path,
-            tokens=tokens,
-            next_token=upload(next_tokens, torch.long, host.device),
-            nodes=tuple(map(tuple, paths)),
-            emitted=tuple(map(tuple, emitted)),
-            num_drafted=host.num_drafted,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Kept paths on the device, already shortened where rows end."""
-
-    decision: Decision
-    num_drafted: Tensor  # [B] nodes of each row's tree, without root and padding
-    remaining: Tensor  # [B] tokens that each row may still emit after these
 
 
 def cut_paths(
     tree: TokenTree, path: Tensor, tokens: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
-) -> Cut:
-    """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `row_ends.cut_rows`."""
+) -> tuple[Accepted, Tensor, Tensor]:
+    """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `cut_rows`.
+
+    Returns:
+        The kept paths on the device, `[B]` nodes of each row's tree (without root and padding), and `[B]` tokens that
+        each row may still emit after these.
+    """
     kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
     last = tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
     next_token = torch.where(kept > 0, last, tree.tokens[:, 0])
-    return Cut(Decision(path, tokens, next_token), tree.num_drafted, remaining)
+    return Accepted(path, tokens, next_token), tree.num_drafted, remaining
 
 
-def settle(cut: Cut, transcript: Transcript) -> Acceptance:
-    """Read the result of a step, append its tokens to the transcript and update the account of remaining tokens.
+def settle(unread: Accepted, num_drafted: Tensor, remaining: Tensor, transcript: Transcript) -> Accepted:
+    """Read the result of `cut_paths`, append its tokens to the transcript and update the account of remaining tokens.
 
-    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/pipelining.py`.
+    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/accepted.py`.
     """
-    decision, launch = cut.decision, transcript.launch
-    path, tokens = decision.path, decision.tokens
-    transcript.account_on(path.device).remaining = cut.remaining
-    transfer = Transfer(path, tokens, cut.num_drafted[:, None])
-    extra = None if launch is None else launch(decision)
+    transcript.account_on(unread.path.device).remaining = remaining
+    transfer = Transfer(unread.path, unread.tokens, num_drafted[:, None])
+    extra = None if transcript.launch is None else transcript.launch(unread)
     nodes, chosen, drafted, *launched = transfer.finish(extra or ())
     counts = [sum(node >= 0 for node in row) for row in nodes]
     emitted = tuple(tuple(row[:count]) for row, count in zip(chosen, counts, strict=True))
     transcript.record_all(emitted)
-    return Acceptance(
-        path=path,
-        tokens=tokens,
-        next_token=decision.next_token,
+    return replace(
+        unread,
         nodes=tuple(tuple(row[:count]) for row, count in zip(nodes, counts, strict=True)),
         emitted=emitted,
         num_drafted=tuple(count for (count,) in drafted),
@@ -153,7 +84,7 @@ Choose = Callable[[Sequence[int | None]], list[int]]
 """Function of each row's node, None in rows whose walk has ended, that returns the next token of every row."""
 
 
-def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Acceptance:
+def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Accepted:
     """Walk down from the roots: at each node choose the next token, record it, and go to the child with that token.
 
     All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
@@ -184,7 +115,7 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
                 emitted[row].append(token)
                 ended = transcript.finished[row] and not transcript.lockstep
                 nodes[row] = None if ended else host.children[row].get(node, {}).get(token)
-    return Acceptance.of(host, paths, emitted)
+    return Accepted.from_rows(paths, emitted, host.roots, host.num_drafted, host.device)
 
 
 def by_scores(
@@ -219,7 +150,7 @@ def keep_paths(
     transcript: Transcript,
     choose: Callable[[int], list[tuple[int, int]]],
     host: HostTree,
-) -> Acceptance:
+) -> Accepted:
     """Record the chosen paths, each until its row ends; in lockstep, all paths are cut to the shortest one.
 
     Args:
@@ -251,4 +182,4 @@ def keep_paths(
             if all(transcript.finished):
                 break
     paths, emitted = ([[pair[part] for pair in pairs] for pairs in kept] for part in (0, 1))
-    return Acceptance.of(host, paths, emitted)
+    return Accepted.from_rows(paths, emitted, host.roots, host.num_drafted, host.device)

@@ -1,7 +1,8 @@
-"""What the loop needs to know about transformers' logits processors: which read the text, which depend on the row."""
+"""Facts about transformers' logits processors: which read the text, which depend on the row or on other rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,25 @@ TEXT_INDEPENDENT = frozenset({
     "TypicalLogitsWarper",
 })  # fmt: skip
 """transformers' processors that depend on the scores alone and never read values from the device."""
+
+
+ROWWISE_PROCESSORS = frozenset({
+    *TEXT_INDEPENDENT, "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "PrefixConstrainedLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "TopHLogitsWarper", "WatermarkLogitsProcessor",
+})  # fmt: skip
+"""transformers' processors that depend only on the text of one row and keep no state: rows may differ in length, and
+prefixes may be evaluated and discarded."""
+
+
+def is_rowwise(processors: Iterable[object]) -> bool:
+    """Return whether every processor is one of `ROWWISE_PROCESSORS`, in transformers' own implementation."""
+    return all(
+        type(processor).__name__ in ROWWISE_PROCESSORS and type(processor).__module__.startswith("transformers.")
+        for processor in processors
+    )
 
 
 def ignores_text(processor: object) -> bool:

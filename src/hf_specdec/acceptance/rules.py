@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, HostTree, by_scores, cut_paths, keep_paths, settle, walk
-from hf_specdec.acceptance.row_ends import RowEnds
+from hf_specdec.acceptance.accepted import Accepted, RowEnds
+from hf_specdec.acceptance.paths import HostTree, by_scores, cut_paths, keep_paths, settle, walk
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 
-AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Acceptance]
+AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Accepted]
 """`rule(tree, logits [B, N, V], transcript)`: returns the kept paths and appends their tokens to the transcript."""
 
 
 # ----------------------------------------------------------------------------------------------- lossless rules
 
 
-def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Keep the longest path on which every token is the target's argmax after its parent.
 
     The output is the same as that of plain greedy decoding. On an accelerator transfers to the host are expensive, so
@@ -46,7 +46,7 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     return decide(tree, logits, transcript)
 
 
-def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Sample losslessly: every emitted token follows the target's processed distribution given its prefix.
 
     In a deterministic tree, draw from that distribution at each node and descend as long as the drawn token is a
@@ -64,17 +64,19 @@ def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torc
     return bool(on_device) and transcript.decides_on(device)
 
 
-def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Apply `match` with the argmax at every node as the target's choice, and read the result."""
     account = transcript.account_on(logits.device)
     # faster than argmax
-    return settle(match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
+    return settle(*match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
 
 
-def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | None, ends: RowEnds) -> Cut:
+def match(
+    tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | None, ends: RowEnds
+) -> tuple[Accepted, Tensor, Tensor]:
     """Keep each row's longest path on which every token is the target's choice after its parent, up to the row's end.
 
-    In finished rows, the pad token replaces the target's choices.
+    In finished rows, the pad token replaces the target's choices. The result is that of `cut_paths`.
 
     Args:
         tree: The tree.
@@ -96,7 +98,7 @@ def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | Non
     return cut_paths(tree, path, choices.gather(1, path.clamp(min=0)), remaining, eos, lockstep=ends.lockstep)
 
 
-def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Walk down all rows together on the device: choose the token after a node and go to the child with that token.
 
     The walk always covers the whole depth of the tree, because stopping early would need a transfer to the host.
@@ -117,12 +119,12 @@ def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptan
     account = transcript.account_on(logits.device)
     both = torch.stack(path, dim=-1), torch.stack(tokens, dim=-1)
     cut = cut_paths(tree, *both, account.remaining, account.eos, lockstep=account.ends.lockstep)
-    acceptance = settle(cut, transcript)
+    acceptance = settle(*cut, transcript)
     draws.keep(max(acceptance.counts))
     return acceptance
 
 
-def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Walk down each row on the host: choose the token after a node and go to the child with that token, if any."""
 
     def decide(_rows: Sequence[int], _nodes: Sequence[int], scores: Tensor) -> list[int]:
@@ -131,7 +133,7 @@ def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     return walk(tree, transcript, by_scores(logits, transcript, decide))
 
 
-def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Sample losslessly from a sampled tree, in which the children of node n were drawn from q = `draft_probs[b, n]`.
 
     p is the target's processed distribution after node n. The children of a node are tried in the order of their
@@ -162,7 +164,7 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
     return walk(tree, transcript, by_scores(logits, transcript, decide), host)
 
 
-def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Verify sampled chains losslessly as blocks; on average this accepts at least as many tokens as `rejection`.
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (https://arxiv.org/abs/2403.10444),
@@ -231,7 +233,7 @@ def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
 
 def typical(
     tree: TokenTree, logits: Tensor, transcript: Transcript, *, threshold: float = 0.09, alpha: float = 0.3
-) -> Acceptance:
+) -> Accepted:
     """Keep drafted tokens x with p(x) > min(threshold, alpha * exp(-H(p))). Not lossless.
 
     p is the target's processed distribution and H(p) its entropy. Source: Medusa (https://arxiv.org/abs/2401.10774),
@@ -247,7 +249,7 @@ def typical(
     return _keep_allowed(tree, logits, transcript, is_typical)
 
 
-def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: float = 0.8) -> Acceptance:
+def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: float = 0.8) -> Accepted:
     """Keep drafted tokens in the nucleus, the smallest set of tokens with probability >= `top_p`. Not lossless.
 
     Source: Holtzman et al. (https://arxiv.org/abs/1904.09751). If the call samples with `top_p`, its warpers have
@@ -264,7 +266,7 @@ def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: f
 
 def _keep_allowed(
     tree: TokenTree, logits: Tensor, transcript: Transcript, allowed: Callable[[Tensor], Tensor]
-) -> Acceptance:
+) -> Accepted:
     """Keep each row's longest path of allowed tokens (ties go to the likelier path), then draw the token after it.
 
     Args:

@@ -12,17 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.acceptance.pipelining import Launch
+from hf_specdec.acceptance.accepted import DeviceAccount, Launch, RowEnds
 from hf_specdec.acceptance.processors import ignores_text, of_row
-from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.host_sync import read
 
 RESERVED_TOKENS = 1024
@@ -44,6 +38,11 @@ class Transcript:
         lockstep: Keep all rows at the same length; implied by a single row.
         keep_scores, keep_logits: Keep the processed scores or raw logits of every column; requires lockstep.
         pad_token_id: Emitted by finished rows in lockstep if a criterion has an EOS token; also pads `sequences`.
+
+    Attributes:
+        num_generated: Tokens of each row, without padding after its end.
+        launch: Called by the acceptance rule before its next read from the device.
+        scores, logits: `[B, V]` per column, if kept.
     """
 
     def __init__(
@@ -59,22 +58,20 @@ class Transcript:
         keep_logits: bool = False,
         pad_token_id: int = 0,
     ) -> None:
-        batch_size, self.prompt_length = input_ids.shape
+        rows, self.prompt_length = input_ids.shape
         self._prompt = input_ids
-        self._processor, self._keep_scores, self._keep_logits = logits_processor, keep_scores, keep_logits
-        self._row_processors = [of_row(logits_processor, row) for row in range(batch_size)]
-        self.do_sample, self.pad_token_id = do_sample, pad_token_id
-        self.lockstep = lockstep or batch_size == 1
+        self._processor = logits_processor
+        self._row_processors = [of_row(logits_processor, row) for row in range(rows)]
+        self._keep_scores = keep_scores
+        self._keep_logits = keep_logits
+        self.do_sample = do_sample
+        self.pad_token_id = pad_token_id
+        self.lockstep = lockstep or rows == 1
         # EOS tokens and maximum length are checked as integers on the host; all other criteria are called
-        self._eos_ids = {
-            token
-            for rule in stopping_criteria
-            if type(rule) is EosTokenCriteria
-            for token in rule.eos_token_id.tolist()
-        }
-        self._max_length = min(
-            (rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria), default=max_length
-        )
+        eos = (rule.eos_token_id for rule in stopping_criteria if type(rule) is EosTokenCriteria)
+        lengths = (rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria)
+        self._eos_ids = {token for tokens in eos for token in tokens.tolist()}
+        self._max_length = min(lengths, default=max_length)
         self._criteria = StoppingCriteriaList(
             rule for rule in stopping_criteria if type(rule) not in (EosTokenCriteria, MaxLengthCriteria)
         )
@@ -83,14 +80,14 @@ class Transcript:
         self._reads_text = bool(self._criteria) or any(not ignores_text(rule) for rule in logits_processor)
         if self._reads_text:
             capacity = min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
-            self._ids = input_ids.new_zeros(batch_size, capacity)
+            self._ids = input_ids.new_zeros(rows, capacity)
             self._ids[:, : self.prompt_length] = input_ids
         self._account: DeviceAccount | None = None
-        self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
-        self.finished = [False] * batch_size
-        self.num_generated = [0] * batch_size  # tokens of each row, without padding after its end
-        self.launch: Launch | None = None  # called before the next read from the device
-        self.scores: list[Tensor] = []  # [B, V] per column
+        self.new_tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.finished = [False] * rows
+        self.num_generated = [0] * rows
+        self.launch: Launch | None = None
+        self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
         self._num_streamed = 0
 
@@ -115,7 +112,7 @@ class Transcript:
     @property
     def num_remaining(self) -> int:
         """Tokens that the shortest unfinished row may still emit; 0 or less if all rows are finished."""
-        lengths = [len(tokens) for tokens, done in zip(self.new_tokens, self.finished, strict=True) if not done]
+        lengths = (len(self.new_tokens[row]) for row in self.active_rows)
         return self._max_length - self.prompt_length - min(lengths, default=self._max_length)
 
     @property
@@ -156,7 +153,7 @@ class Transcript:
             for row, (token,) in enumerate(rows):
                 self.record(row, token)
         if self.decides_on(tokens.device):
-            self._account = self._new_account(tokens.device)
+            self.account_on(tokens.device)
         return tokens
 
     # ------------------------------------------------------------------------------------------- scores
@@ -166,9 +163,8 @@ class Transcript:
 
         All rows must have the same length.
         """
-        length = self.prompt_length + len(self.new_tokens[0])
         logits = self._in_float(logits)
-        scores: Tensor = self._processor(self._text(length), logits)
+        scores: Tensor = self._processor(self._text(self.prompt_length + len(self.new_tokens[0])), logits)
         if self._keep_scores:
             self.scores.append(scores)
         if self._keep_logits:
@@ -183,8 +179,7 @@ class Transcript:
             logits: `[V]` at the row's last token, or at the end of the path.
             path: Tokens to append to the row's text for this call only.
         """
-        length = self.prompt_length + len(self.new_tokens[row])
-        ids = self._text(length)[row : row + 1]
+        ids = self._text(self.prompt_length + len(self.new_tokens[row]))[row : row + 1]
         if path and self._reads_text:
             ids = torch.cat([ids, torch.tensor([list(path)], dtype=ids.dtype, device=ids.device)], dim=-1)
         scores: Tensor = self._row_processors[row](ids, self._in_float(logits[None]))
@@ -217,7 +212,13 @@ class Transcript:
     def account_on(self, device: torch.device) -> DeviceAccount:
         """Return the account of remaining tokens on a device; callers must update it before they call `record_all`."""
         if self._account is None or self._account.device != device:
-            self._account = self._new_account(device)
+            left = [
+                0 if done else self._max_length - self.prompt_length - len(tokens)
+                for tokens, done in zip(self.new_tokens, self.finished, strict=True)
+            ]
+            lockstep = self.lockstep and len(self.finished) > 1
+            ends = RowEnds(tuple(sorted(self._eos_ids)), self.pad_token_id, lockstep)
+            self._account = DeviceAccount(left, ends, device)
         return self._account
 
     def record_all(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -225,14 +226,6 @@ class Transcript:
         for row, tokens in enumerate(emitted):
             for token in tokens:
                 self._append(row, token)
-
-    def _new_account(self, device: torch.device) -> DeviceAccount:
-        left = [
-            0 if done else self._max_length - self.prompt_length - len(tokens)
-            for tokens, done in zip(self.new_tokens, self.finished, strict=True)
-        ]
-        lockstep = self.lockstep and len(self.finished) > 1
-        return DeviceAccount(left, RowEnds(tuple(sorted(self._eos_ids)), self.pad_token_id, lockstep), device)
 
     def record(self, row: int, token: int) -> bool:
         """Append a token to one row; return whether the row is finished."""
@@ -278,18 +271,11 @@ class Transcript:
         """
         if streamer is None:
             return
-        if all(self.finished):
-            reached = max(map(len, self.new_tokens))
-        else:
-            reached = min(len(tokens) for tokens, done in zip(self.new_tokens, self.finished, strict=True) if not done)
+        lengths = [len(self.new_tokens[row]) for row in self.active_rows]
+        reached = min(lengths) if lengths else max(map(len, self.new_tokens))
         for column in range(self._num_streamed, reached):
-            streamer.put(
-                torch.tensor(
-                    [tokens[column] if column < len(tokens) else self.pad_token_id for tokens in self.new_tokens],
-                    dtype=torch.long,
-                    device="cpu",  # as in plain generate
-                )
-            )
+            tokens = [row[column] if column < len(row) else self.pad_token_id for row in self.new_tokens]
+            streamer.put(torch.tensor(tokens, dtype=torch.long, device="cpu"))  # as in plain generate
         self._num_streamed = max(self._num_streamed, reached)
         end_step = getattr(streamer, "end_step", None)
         if end_step is not None:
@@ -314,7 +300,8 @@ class Draws:
     """
 
     def __init__(self, transcript: Transcript, generator: torch.Generator | None) -> None:
-        self._transcript, self._generator = transcript, generator
+        self._transcript = transcript
+        self._generator = generator
         self._states: list[Tensor] = []
 
     def next(self, scores: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hf_specdec.control import costs
 from hf_specdec.generation.model_programs import current_program
 from hf_specdec.generation.state import current_facts
 from hf_specdec.reporting.stats import EAGER
-from hf_specdec.validation import require, require_integer
+from hf_specdec.validation import Rule, require_integer
 
 QUESTIONS = (
     Question("list", "prose", ("Give me five tips for sleeping better, with one sentence about each.",)),
@@ -88,7 +88,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     facts = current_facts(model)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
-    eager = costs.verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
+    eager = costs.time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(
         facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, eager,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
@@ -100,7 +100,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None
     if runner is None:
         return found
-    compiled = costs.verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
+    compiled = costs.time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
     return replace(found, compiled_seconds=compiled)
 
 
@@ -132,9 +132,9 @@ def verify_seconds(
         print(f"16 nodes pay above {seconds[16] / seconds[1]:.2f} tokens per step")
         ```
     """
-    require(len(sizes) > 0, "a sequence of at least one number", "sizes", sizes)
+    Rule("a sequence of at least one number", bool).check("sizes", list(sizes))
     for size in sizes:
         require_integer("sizes", size, 1)
     require_integer("context", context, 1)
     require_integer("rows", rows, 1)
-    return costs.verify_seconds(model, sizes, context, rows=rows)
+    return costs.time_forwards(model, sizes, context, rows=rows)

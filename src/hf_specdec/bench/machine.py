@@ -79,8 +79,8 @@ def commit(source: Path = SOURCE) -> str | None:
 class OtherProcesses:
     """Meter of the CPU load by other processes since its creation.
 
-    Subtracts the CPU time of this process and its children from the time of the whole machine in `/proc/stat`;
-    children that still run must be given as `workers`.
+    Subtracts the CPU time of this process and its children from that of the whole machine in `/proc/stat`; children
+    that still run must be given as `workers`.
 
     Example: if within 2 s all cores together were busy for 2.5 s and this process for 2.3 s, others used 0.1 cores.
     """

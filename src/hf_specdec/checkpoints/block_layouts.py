@@ -1,4 +1,4 @@
-"""The published layouts of block heads, and the reading of config fields that only block heads have.
+"""The published layouts of block heads (DFlash, JetSpec, DSpark), both ways.
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for
@@ -10,23 +10,297 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from hf_specdec.checkpoints.layouts import ROTARY, Layout, Names, lookup
-from hf_specdec.checkpoints.tensors import Shapes
+import torch
+
+from hf_specdec.checkpoints.draft_layers import (
+    VERIFIER,
+    base_model,
+    is_partly_rotated,
+    layer_config,
+    layer_fields,
+    layer_numbers,
+    speculators_fields,
+)
+from hf_specdec.checkpoints.layout import ROTARY_BUFFER, Layout, Shapes, Tensors, lookup, own_tensors
 from hf_specdec.errors import CheckpointFormatError, listed
-from hf_specdec.heads.dflash import FULL, SLIDING, DFlashConfig
-from hf_specdec.heads.schema import THIRD_PARTY_LAYER, shown
-from hf_specdec.records import Fields
+from hf_specdec.heads.dflash import FULL, SLIDING, DFlashHead
+from hf_specdec.heads.schema import THIRD_PARTY_LAYER
+from hf_specdec.records import Fields, shortened
 from hf_specdec.verification.features import LAST
 
-VERIFIER = "speculators_config.verifier.name_or_path"
+BLOCK_TENSORS = (
+    r"layers\.\d{1,4}\.((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)|"
+    r"[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))|"
+    r"fc\.(weight|bias)|(hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|confidence_head\.proj\.(weight|bias)|"
+    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))"
+)
+"""Names of the tensors of block heads; others are those of relatives that are not read."""
 
-ZLAB = Layout(
-    "dflash",
-    DFlashConfig,
-    lambda fields, names: "dflash_config" in fields,
-    "DFlash (z-lab), ModelOpt, NeMo Automodel",
+
+# ----------------------------------------------------------------------------------------------- reading
+
+
+def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> Fields:
+    unknown = sorted(name for name in shapes if not re.fullmatch(BLOCK_TENSORS, name))
+    if unknown:
+        raise CheckpointFormatError(
+            f"it has the unknown tensors {listed(unknown)}.", "Heads with these tensors are not supported."
+        )
+    count = layer_numbers(shapes, 0)
+    for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
+        if len(shapes.get(name, ())) != 2:
+            raise CheckpointFormatError(f"{name} is missing, or not a matrix.")
+    settings = {**layer_fields(layout, fields, shapes, windows=False), **known}
+    for name in ("block_size", "mask_token_id"):
+        if name not in settings:
+            raise CheckpointFormatError(f"its config has no `{name}`.")
+    layer = fields[layout.layer_config] if layout.layer_config else fields
+    if layer.get("num_hidden_layers", count) != count:
+        raise CheckpointFormatError(
+            f"`num_hidden_layers` is {shortened(layer['num_hidden_layers'])}, but there are tensors of {count} layers."
+        )
+    if layout.layer_config:
+        both_ways = _flag(fields, "sliding_window_non_causal")
+        directions = {"causal": False, "sliding_causal": not both_ways, "window_from_anchor": True}
+    else:
+        names = ("dflash_config.causal_head", "is_causal", "dflash_config.causal")  # JetSpec's; vLLM's, in its order
+        given = [value for value in (_flag(fields, name) for name in names) if value is not None]
+        directions = {"causal": given[0], "sliding_causal": given[0]} if given else {}
+    if settings.get("confidence_head", False) is False:  # speculators' default for the other field is true
+        settings["confidence_with_markov"] = False
+    return {
+        **settings,
+        "bias": "fc.bias" in shapes,
+        "num_hidden_layers": count,
+        "aux_hidden_state_layer_ids": _layer_ids(layout, fields, shapes, count),
+        "own_lm_head": "lm_head.weight" in shapes,
+        **directions,
+        **_windows(fields, layer, count),
+    }
+
+
+def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) -> list[int] | None:
+    """Return the numbers of the hidden states to read; None for those of the target's that its code computes."""
+    size, width = shapes["fc.weight"]
+    for path, (offset,) in layout.layer_ids:
+        ids = lookup(fields, path)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(number) is int and number >= -1 for number in ids):
+            raise CheckpointFormatError(f"`{path}` is {shortened(ids)}, expected a list of layer indices.")
+        if len(ids) * size != width:
+            raise CheckpointFormatError(f"fc.weight has {width} columns for {len(ids)} layers of size {size}.")
+        # z-lab's code reads the last hidden state of transformers, which is after the final norm; JetSpec's does not
+        last = fields.get("num_target_layers") if layout.name == _ZLAB.name else None
+        return [LAST if number + offset == last else number + offset for number in ids]
+    if num_layers * size != width or layout.layer_config:
+        raise CheckpointFormatError(
+            f"fc.weight has {width} columns, and the config does not name the target's layers."
+        )
+    return None
+
+
+def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
+    """Return the kind of attention of each layer and the sliding window; `layer` is the config of the layers."""
+    types, window = layer.get("layer_types"), layer.get("sliding_window")
+    if types is not None and not (isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)):
+        raise CheckpointFormatError(f"`layer_types` is {shortened(types)}, expected a list of {FULL} and {SLIDING}.")
+    if _flag(layer, "use_sliding_window") is False:
+        window = None
+    window = lookup(fields, "dflash_config.swa_window_size", window)  # vLLM's name
+    if _flag(fields, "dflash_config.use_swa") and SLIDING not in (types or []):
+        types = [SLIDING] * num_layers
+        if window is None:
+            raise CheckpointFormatError("`use_swa` is true, but the config has no `swa_window_size`.")
+    if window is None or types is None or SLIDING not in types:
+        return {"layer_types": None, "sliding_window": None}
+    THIRD_PARTY_LAYER["sliding_window"].check("sliding_window", window)
+    if len(types) != num_layers:
+        raise CheckpointFormatError(f"`layer_types` is {shortened(types)} for {num_layers} layers.")
+    return {"layer_types": types, "sliding_window": window}
+
+
+def _flag(fields: Fields, path: str) -> bool | None:
+    """Return a field that must be true, false or missing."""
+    value = lookup(fields, path)
+    if not isinstance(value, bool | None):
+        raise CheckpointFormatError(f"`{path}` is {shortened(value)}, expected true or false.")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
+    """Return the reasons that hold for both layouts, and whether each one applies."""
+    config, is_cut = head.config, head.config.draft_vocab_size is not None
+    return {
+        "the format has norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
+        "`fc` has no bias (train with bias=False)": config.bias,
+        "the MLP has no bias (train with mlp_bias=False)": config.mlp_bias,
+        "biases of query, key and value require one of the output projection (train with attention_bias=True)":
+            config.qkv_bias and not config.attention_bias,
+        "the format rotates all dimensions of a head (train without partial_rotary_factor)": is_partly_rotated(config),
+        "vLLM has no state after the final norm (train with other aux_hidden_state_layer_ids)":
+            LAST in (config.aux_hidden_state_layer_ids or ()),
+        "the layers that the head reads are not known (load it with model.load_drafter first)":
+            config.aux_hidden_state_layer_ids is None,
+        "the format uses the target's embedding, but this head has its own (model.load_drafter drops one that equals "
+        "the target's)": config.own_embedding,
+        "over the whole vocabulary the format uses the target's lm_head, but this head has its own (train with "
+        "own_lm_head=False or with a draft_vocab_size)": config.own_lm_head and not is_cut,
+        "with a draft vocabulary the format has an lm_head, but this head uses the target's (train with "
+        "own_lm_head=True or draft_vocab_size=None)": is_cut and not config.own_lm_head,
+    }  # fmt: skip
+
+
+def _types(head: DFlashHead) -> list[str]:
+    return head.config.layer_types or [FULL] * head.config.num_hidden_layers
+
+
+def _directions(head: DFlashHead) -> set[bool]:
+    """Return whether the layers are causal within a block: one value if all have the same direction."""
+    return {head.config.sliding_causal if kind == SLIDING else head.config.causal for kind in _types(head)}
+
+
+def _dflash_refusals(head: DFlashHead) -> Mapping[str, bool]:
+    config, ids = head.config, head.config.aux_hidden_state_layer_ids or ()
+    return {
+        **_block_refusals(head),
+        "the format has no Markov head (speculators has one)": config.markov_rank > 0,
+        "the format has no confidence head (speculators has one)": config.confidence_head,
+        "the format has no `sample_from_anchor` (speculators has it)": config.sample_from_anchor,
+        "its sliding windows count from every slot, those of this head from the root (speculators has them)":
+            SLIDING in _types(head) and config.window_from_anchor,
+        "its layers are all causal or all bidirectional (speculators has causal layers with a sliding window and "
+        "bidirectional ones without)": len(_directions(head)) > 1,
+        "DFlash's code reads the last layer after the final norm, this head before it (speculators reads it before)":
+            config.num_target_layers in ids and _directions(head) == {False},
+    }  # fmt: skip
+
+
+def _speculators_refusals(head: DFlashHead) -> Mapping[str, bool]:
+    types = _types(head)
+    return {
+        **_block_refusals(head),
+        "its layers with full attention are bidirectional, those of this head are causal (dflash has causal ones)":
+            FULL in types and head.config.causal,
+        "its sliding windows count from the root, those of this head from every slot (dflash has them)":
+            SLIDING in types and not head.config.window_from_anchor,
+    }  # fmt: skip
+
+
+def _layers_config(head: DFlashHead) -> Fields:
+    """Return the Qwen3 config of the draft layers, with rotary fields that old and new transformers versions read."""
+    config, types = head.config, _types(head)
+    slides = SLIDING in types
+    return {
+        **layer_config(head),
+        "model_type": "qwen3",
+        "rope_parameters": dict(config.rope_parameters),
+        "layer_types": types,
+        "sliding_window": config.sliding_window if slides else None,
+        "use_sliding_window": slides,
+    }
+
+
+def _dflash_config(head: DFlashHead) -> Fields:
+    """Return the config in z-lab's layout.
+
+    JetSpec reads `causal_head`, vLLM `causal`: without it, vLLM's layers with a sliding window are causal.
+    """
+    config = head.config
+    layers = config.aux_hidden_state_layer_ids or []
+    own: Fields = {"mask_token_id": config.mask_token_id, "target_layer_ids": [layer - 1 for layer in layers]}
+    causal = _directions(head) == {True}
+    if causal:
+        own |= {"causal_head": True, "causal": True}
+    elif SLIDING in _types(head):
+        own["causal"] = False
+    if config.all_children != causal:  # JetSpec's trees are the reader's default for causal heads only
+        own["all_children"] = config.all_children
+    depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
+    words = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
+    return {
+        **_layers_config(head),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": own,
+        **depth,
+        **words,
+        **base_model(head),
+    }
+
+
+def _is_dspark(head: DFlashHead) -> bool:
+    return head.config.markov_rank > 0 or head.config.confidence_head
+
+
+def _speculators_config(head: DFlashHead) -> Fields:
+    """Return the config in speculators' layout. The type is `dspark` if the head has a Markov or confidence head."""
+    config = head.config
+    kind, architecture = ("dspark", "DSparkDraftModel") if _is_dspark(head) else ("dflash", "DFlashDraftModel")
+    fields = {
+        **speculators_fields(head, kind, architecture, _layers_config(head), config.max_depth),
+        "aux_hidden_state_layer_ids": config.aux_hidden_state_layer_ids,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        # speculators reads this for sliding layers only; vLLM 0.32 makes all layers causal if it is false
+        "sliding_window_non_causal": not (SLIDING in _types(head) and config.sliding_causal),
+        "target_hidden_size": None,
+    }
+    if kind == "dflash":
+        return fields
+    return {
+        **fields,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head_type,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+
+
+def _with_mask(head: DFlashHead) -> Tensors:
+    """Return the tensors; for a draft vocabulary also `t2d` `[V]`, the mask of its tokens."""
+    tensors, ids = own_tensors(head), head.hot_token_ids
+    if ids is None:
+        return tensors
+    mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    return {**tensors, "t2d": mask}
+
+
+def _dflash_readers(head: DFlashHead) -> str:
+    settings = f'{{"method": "dflash", "model": HERE, "num_speculative_tokens": {head.config.max_depth}}}'
+    vllm = f"vLLM: `vllm serve TARGET --speculative-config '{settings}'`."
+    if head.config.draft_vocab_size is not None:
+        return f"{vllm} Other programs do not read the draft vocabulary and its lm_head."
+    missing = " It needs `num_target_layers` in `config.json`: add the number of the target's layers."
+    missing = missing if head.config.num_target_layers is None else ""
+    if _directions(head) == {True}:
+        return f"JetSpec's code: `DFlashDraftModel.from_pretrained(HERE)`.{missing} {vllm}"
+    return (
+        f"DFlash's code: `DFlashDraftModel.from_pretrained(HERE)`.{missing} {vllm} SGLang: "
+        "`--speculative-algorithm DFLASH --speculative-draft-model-path HERE`."
+    )
+
+
+def _speculators_readers(head: DFlashHead) -> str:
+    name = "DSparkDraftModel" if _is_dspark(head) else "DFlashDraftModel"
+    return f"speculators: `{name}.from_pretrained(HERE)`; its config names the target. vLLM: `vllm serve HERE`."
+
+
+# ----------------------------------------------------------------------------------------------- the rows
+
+_ZLAB = Layout(
+    name="dflash",
+    head_class=DFlashHead,
+    writers="DFlash (z-lab), ModelOpt, NeMo Automodel",
+    marks={"dflash_config": ...},
+    settings_of=_settings,
     fields={
         "block_size": "block_size|dflash_config.block_size",
         "mask_token_id": "dflash_config.mask_token_id|mask_token_id",
@@ -40,225 +314,66 @@ ZLAB = Layout(
         "add_swa_attention_sink_bias": False,
         "logit_scale": 1,
     },
-    renames=((r"model\.(.*)", r"\1"),),
-    unread=(ROTARY, "t2d"),
+    aliases=((r"model\.", ""),),
+    unread=(ROTARY_BUFFER, "t2d"),
     layer_ids=(("dflash_config.target_layer_ids", (1,)), ("target_layer_ids", (1,))),
+    format="dflash",
+    refusals=_dflash_refusals,
+    config_of=_dflash_config,
+    readers=_dflash_readers,
+    holds=("all_children",),
 )
-JETSPEC = replace(
-    ZLAB,
+_JETSPEC = replace(
+    _ZLAB,
     name="jetspec",
-    matches=lambda fields, names: lookup(fields, "dflash_config.causal_head") is not None,  # false, too
     writers="JetSpec",
+    marks={"dflash_config.causal_head": ...},  # false, too
     fixed={"all_children": True},
+    format="",
 )
-DEEPSPEC = Layout(
-    "deepspec",
-    DFlashConfig,
-    lambda fields, names: fields.get("architectures") == ["Qwen3DSparkModel"],
-    "DeepSpec (DSpark, and DFlash trained with it)",
+_DEEPSPEC = Layout(
+    name="deepspec",
+    head_class=DFlashHead,
+    writers="DeepSpec (DSpark, and DFlash trained with it)",
+    marks={"architectures": ["Qwen3DSparkModel"]},
+    settings_of=_settings,
     fields={
-        "block_size": "block_size",
-        "mask_token_id": "mask_token_id",
-        "markov_rank": "markov_rank",
-        "markov_head_type": "markov_head_type",
+        **{name: name for name in ("block_size", "mask_token_id", "markov_rank", "markov_head_type",
+                                   "num_target_layers", "base_model_name_or_path")},
         "confidence_head": "enable_confidence_head",
         "confidence_with_markov": "confidence_head_with_markov",
-        "num_target_layers": "num_target_layers",
-        "base_model_name_or_path": "base_model_name_or_path",
     },
     fixed={"sample_from_anchor": True},
-    unread=(ROTARY,),
     layer_ids=(("target_layer_ids", (1,)),),
-)
-SPECULATORS_DFLASH = Layout(
-    "speculators-dflash",
-    DFlashConfig,
-    lambda fields, names: fields.get("speculators_model_type") == "dflash",
-    "speculators (vLLM), DFlash",
+)  # fmt: skip
+_SPECULATORS_DFLASH = Layout(
+    name="speculators-dflash",
+    head_class=DFlashHead,
+    writers="speculators (vLLM), DFlash",
+    marks={"speculators_model_type": "dflash"},
+    settings_of=_settings,
     fields={
-        "block_size": "block_size",
-        "mask_token_id": "mask_token_id",
-        "sample_from_anchor": "sample_from_anchor",
+        **{name: name for name in ("block_size", "mask_token_id", "sample_from_anchor")},
         "base_model_name_or_path": VERIFIER,
     },
-    unread=(ROTARY, "t2d", r"verifier_lm_head\.weight", r"verifier_norm\.weight"),
+    unread=(ROTARY_BUFFER, "t2d", r"verifier_lm_head\.weight", r"verifier_norm\.weight"),
     layer_config="transformer_layer_config",
     layer_ids=(("aux_hidden_state_layer_ids", (0,)),),
+    format="speculators",
+    refusals=_speculators_refusals,
+    config_of=_speculators_config,
+    tensors_of=_with_mask,
+    readers=_speculators_readers,
 )
-SPECULATORS_DSPARK = replace(
-    SPECULATORS_DFLASH,
+_SPECULATORS_DSPARK = replace(
+    _SPECULATORS_DFLASH,
     name="speculators-dspark",
-    matches=lambda fields, names: fields.get("speculators_model_type") == "dspark",
     writers="speculators (vLLM), DSpark",
-    fields={**DEEPSPEC.fields, **SPECULATORS_DFLASH.fields},
-    fixed={
-        "sample_from_anchor": True, "markov_rank": 256, "confidence_head": True, "confidence_with_markov": True,
-    },
-)  # fmt: skip
+    marks={"speculators_model_type": "dspark"},
+    fields={**_DEEPSPEC.fields, **_SPECULATORS_DFLASH.fields},
+    fixed={"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True, "confidence_with_markov": True},
+    format="",  # written as the one above, with another type
+)
 
-BLOCK_LAYOUTS = (SPECULATORS_DFLASH, SPECULATORS_DSPARK, DEEPSPEC, JETSPEC, ZLAB)
+BLOCK_LAYOUTS = (_SPECULATORS_DFLASH, _SPECULATORS_DSPARK, _DEEPSPEC, _JETSPEC, _ZLAB)
 """All layouts of block heads; the first that matches is used."""
-
-
-def _is_block(names: Names) -> bool:
-    return any(re.fullmatch(r"(model\.)?hidden_norm\.weight", name) for name in names)
-
-
-def relative_of(fields: Fields, names: Names) -> str | None:
-    """Return a description of a relative of DFlash whose layers or selection of tokens differ; None for others."""
-    kind = lookup(fields, "dflash_config.projector_type")
-    if kind == "domino" or any("prefix_gru." in name for name in names):
-        return "a Domino drafter, whose recurrent network reads the tokens chosen so far"
-    if any("_conv.base_kernel" in name or name.startswith("candidate_selector.") for name in names):
-        return "a DFlash2 drafter, whose layers have convolutions over the block and which selects candidates itself"
-    if any(name.endswith("mix_l") or "readout" in name for name in names) and _is_block(names):
-        return "an XPress drafter, which refines the block's logits in several passes"
-    if kind not in (None, "dflash") and "dflash_config" in fields:
-        return f"a DFlash drafter with the projector_type {shown(kind)}"
-    if fields.get("architectures") == ["Gemma4DSparkModel"]:
-        return "a DSpark drafter with layers of Gemma 4"
-    return None
-
-
-LAYER_TENSOR = (
-    r"layers\.(\d{1,4})\.((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)|"
-    r"[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))"
-)
-BLOCK_TENSOR = (
-    r"fc\.(weight|bias)|(hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|confidence_head\.proj\.(weight|bias)|"
-    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))"
-)
-
-
-def without_windows(layout: Layout, fields: Fields) -> Fields:
-    """Return a config without the fields about sliding windows, which `block_fields` reads layer by layer."""
-    names = ("layer_types", "sliding_window", "use_sliding_window")
-    if not layout.layer_config or not isinstance(fields.get(layout.layer_config), dict):
-        return {name: value for name, value in fields.items() if name not in names}
-    layer = {name: value for name, value in fields[layout.layer_config].items() if name not in names}
-    return {**fields, layout.layer_config: layer}
-
-
-def check_block_tensors(shapes: Shapes) -> None:
-    """Check the names of a block head's tensors before its sizes are computed from them.
-
-    Args:
-        shapes: Shapes of the tensors, by our names.
-
-    Raises:
-        CheckpointFormatError: A tensor is not one of a block head's, a layer or its query projection is missing, or
-            `fc` is not a matrix.
-    """
-    unknown = sorted(name for name in shapes if not re.fullmatch(f"{LAYER_TENSOR}|{BLOCK_TENSOR}", name))
-    if unknown:
-        raise CheckpointFormatError(
-            f"it has the unknown tensors {listed(unknown)}.", "Heads with these tensors are not supported."
-        )
-    numbers = _layer_numbers(shapes)
-    if numbers != set(range(len(numbers))) or not numbers:
-        raise CheckpointFormatError(f"It has tensors of the layers {sorted(numbers)[:20]}; a layer is missing.")
-    for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
-        if len(shapes.get(name, ())) != 2:
-            raise CheckpointFormatError(f"{name} is missing, or not a matrix.")
-
-
-def _layer_numbers(shapes: Shapes) -> set[int]:
-    return {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
-
-
-def block_fields(layout: Layout, fields: Fields, settings: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Return the config fields that only block heads have, by our names.
-
-    Args:
-        layout: The layout.
-        fields: The checkpoint's config.
-        settings: Fields of our config that are known already.
-        shapes: Shapes of the tensors, by our names, after `check_block_tensors`.
-
-    Raises:
-        CheckpointFormatError: The config is invalid, or contradicts the tensors.
-    """
-    for name in ("block_size", "mask_token_id"):
-        if name not in settings:
-            raise CheckpointFormatError(f"its config has no `{name}`.")
-    layer: Any = fields[layout.layer_config] if layout.layer_config else fields
-    count = len(_layer_numbers(shapes))
-    if layer.get("num_hidden_layers", count) != count:
-        raise CheckpointFormatError(
-            f"`num_hidden_layers` is {shown(layer['num_hidden_layers'])}, but there are tensors of {count} layers."
-        )
-    found = {
-        "bias": "fc.bias" in shapes,
-        "num_hidden_layers": count,
-        "aux_hidden_state_layer_ids": _layer_ids(layout, fields, shapes, count),
-        "own_lm_head": "lm_head.weight" in shapes,
-        **_directions(layout, fields),
-        **_windows(fields, layer, count),
-    }
-    if settings.get("confidence_head", False) is False:  # speculators' default for the other field is true
-        found["confidence_with_markov"] = False
-    return found
-
-
-def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) -> list[int] | None:
-    size, width = shapes["fc.weight"]
-    for path, (offset,) in layout.layer_ids:
-        ids = lookup(fields, path)
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(type(number) is int and number >= -1 for number in ids):
-            raise CheckpointFormatError(f"`{path}` is {shown(ids)}, expected a list of layer indices.")
-        if len(ids) * size != width:
-            raise CheckpointFormatError(f"fc.weight has {width} columns for {len(ids)} layers of size {size}.")
-        # z-lab's code reads the last hidden state of transformers, which is after the final norm; JetSpec's does not
-        last = fields.get("num_target_layers") if layout.name == ZLAB.name else None
-        return [LAST if number + offset == last else number + offset for number in ids]
-    if num_layers * size != width or layout.layer_config:
-        raise CheckpointFormatError(
-            f"fc.weight has {width} columns, and the config does not name the target's layers."
-        )
-    return None
-
-
-def _directions(layout: Layout, fields: Fields) -> dict[str, Any]:
-    """Return whether a slot sees later ones, in layers with full attention and with a sliding window."""
-    if layout.layer_config:
-        both_ways = _flag(fields, "sliding_window_non_causal")
-        return {"causal": False, "sliding_causal": not both_ways, "window_from_anchor": True}
-    names = ("dflash_config.causal_head", "is_causal", "dflash_config.causal")  # JetSpec's; vLLM's, in its order
-    given = [value for value in (_flag(fields, name) for name in names) if value is not None]
-    return {"causal": given[0], "sliding_causal": given[0]} if given else {}
-
-
-def _windows(fields: Fields, layer: Fields, num_layers: int) -> dict[str, Any]:
-    """Return the kind of attention of each layer and the sliding window.
-
-    Args:
-        fields: The checkpoint's config.
-        layer: The config of its layers.
-        num_layers: Number of layers.
-    """
-    types, window = layer.get("layer_types"), layer.get("sliding_window")
-    if types is not None and not (isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)):
-        raise CheckpointFormatError(f"`layer_types` is {shown(types)}, expected a list of {FULL} and {SLIDING}.")
-    if _flag(layer, "use_sliding_window") is False:
-        window = None
-    window = lookup(fields, "dflash_config.swa_window_size", window)  # vLLM's name
-    if _flag(fields, "dflash_config.use_swa") and SLIDING not in (types or []):
-        types = [SLIDING] * num_layers
-        if window is None:
-            raise CheckpointFormatError("`use_swa` is true, but the config has no `swa_window_size`.")
-    if window is None or types is None or SLIDING not in types:
-        return {"layer_types": None, "sliding_window": None}
-    THIRD_PARTY_LAYER["sliding_window"].check("sliding_window", window)
-    if len(types) != num_layers:
-        raise CheckpointFormatError(f"`layer_types` is {shown(types)} for {num_layers} layers.")
-    return {"layer_types": types, "sliding_window": window}
-
-
-def _flag(fields: Fields, path: str) -> bool | None:
-    """Return a field that must be true, false or missing."""
-    value = lookup(fields, path)
-    if not isinstance(value, bool | None):
-        raise CheckpointFormatError(f"`{path}` is {shown(value)}, expected true or false.")
-    return value

@@ -1,7 +1,7 @@
 """Write heads in the layouts of inference engines and of the methods' authors, with a model card.
 
-A head is written atomically and overwrites another one only on request. The layouts are described in `engines.py` and
-`block_engines.py`.
+A head is written atomically and overwrites another one only on request. The layouts are the rows of
+`checkpoints/formats.py` that have a `format`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import staging_directory
-from hf_specdec.checkpoints.block_engines import BLOCK_FORMATS
-from hf_specdec.checkpoints.directories import check_new_head
-from hf_specdec.checkpoints.engines import FORMATS, Format
-from hf_specdec.checkpoints.formats import Head
+from hf_specdec.checkpoints.formats import LAYOUTS, Head
+from hf_specdec.checkpoints.layout import Layout
+from hf_specdec.checkpoints.sources import check_new_head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.card import CARD_NAME, export_card
-from hf_specdec.records import path_of
+from hf_specdec.records import checked_path
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +52,13 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         export_head(load_head("org/head"), "out", format="speculators")
         ```
     """
-    folder = path_of(path)
+    folder = checked_path(path)
     _check_format(head, format)
-    _check_directory(head, folder, replace)
+    if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
+        raise InvalidConfigError(
+            f"{folder} is the directory that this head was loaded from.", "Choose another directory."
+        )
+    check_new_head(folder, replace=replace)
     with staging_directory(folder) as staged:
         _write(head, staged / "new", format)
         if replace and folder.exists():
@@ -84,33 +87,29 @@ def lost_settings(head: Head, format: str) -> list[str]:
     """Return the names of settings of a head that a format cannot store; loading the export gives their defaults."""
     if format == NATIVE_LAYOUT:
         return []
-    defaults, holds = type(head.config)(), _rules(head, format).holds
+    defaults, holds = type(head.config)(), _row(head, format).holds
     return [
         name for name in OWN_SETTINGS
         if name not in holds and getattr(head.config, name, None) not in (None, getattr(defaults, name, None))
     ]  # fmt: skip
 
 
-def _rules(head: Head, format: str) -> Format:
-    """Return how a format stores a kind of head.
-
-    Raises:
-        InvalidConfigError: The format is unknown.
-        CheckpointFormatError: The format is for other heads.
-    """
-    found = [table[format] for table in (FORMATS, BLOCK_FORMATS) if format in table]
-    if not found:
-        known = dict.fromkeys((NATIVE_LAYOUT, *FORMATS, *BLOCK_FORMATS))
-        raise InvalidConfigError(f"Unknown format {format!r}.", f"Known: {', '.join(known)}.")
-    for rules in found:
-        if isinstance(head, rules.head_class):
-            return rules
-    names = " or ".join(rules.head_class.__name__ for rules in found)
-    own = {name for table in (FORMATS, BLOCK_FORMATS) for name, rules in table.items()
-           if isinstance(head, rules.head_class)}  # fmt: skip
+def _row(head: Head, format: str) -> Layout:
+    """Return the layout in which a format stores a kind of head; refuse unknown formats and other heads."""
+    found = [layout for layout in LAYOUTS if layout.format == format]
+    if not format or not found:
+        known = dict.fromkeys(layout.format for layout in LAYOUTS if layout.format)
+        raise InvalidConfigError(
+            f"Unknown format {format!r}.", f"Known: {', '.join((NATIVE_LAYOUT, *sorted(known)))}."
+        )
+    for layout in found:
+        if isinstance(head, layout.head_class):
+            return layout
+    names = " or ".join(sorted(layout.head_class.__name__ for layout in found))
+    own = sorted(layout.format for layout in LAYOUTS if layout.format and isinstance(head, layout.head_class))
     raise CheckpointFormatError(
         f"The format {format!r} is for {names}, this is {type(head).__name__}.",
-        f"Formats for heads of this kind: {', '.join((NATIVE_LAYOUT, *sorted(own)))}; some store fewer settings.",
+        f"Formats for heads of this kind: {', '.join((NATIVE_LAYOUT, *own))}; some store fewer settings.",
     )
 
 
@@ -133,31 +132,22 @@ def _check_format(head: Head, format: str) -> None:
         )
     if format == NATIVE_LAYOUT:
         return
-    reasons = [reason for reason, applies in _rules(head, format).refuse(head).items() if applies]
+    reasons = [reason for reason, applies in _row(head, format).refusals(head).items() if applies]
     if reasons:
         raise CheckpointFormatError(f"The format {format!r} cannot hold this head: {'; '.join(reasons)}.")
-
-
-def _check_directory(head: Head, folder: Path, replace: bool) -> None:
-    """Refuse to overwrite the head itself, another head (unless `replace`), or files that are not a head's."""
-    if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
-        raise InvalidConfigError(
-            f"{folder} is the directory that this head was loaded from.", "Choose another directory."
-        )
-    check_new_head(folder, replace=replace)
 
 
 def _write(head: Head, folder: Path, format: str) -> None:
     if format == NATIVE_LAYOUT:
         head.save_pretrained(folder)
         return
-    rules = _rules(head, format)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rules.tensors(head).items()}
+    layout = _row(head, format)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layout.written(head).items()}
     dtype = str(head.dtype).removeprefix("torch.")
-    config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # transformers renamed torch_dtype to dtype
+    config = {**layout.config_of(head), "dtype": dtype, "torch_dtype": dtype}  # transformers renamed torch_dtype
     folder.mkdir()
-    save_file(tensors, folder / rules.file_name, metadata={"format": "pt"})
+    save_file(tensors, folder / layout.file_name, metadata={"format": "pt"})
     if format == "medusa":  # Medusa's own loaders read only .pt files
         torch.save(tensors, folder / "medusa_lm_head.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / CARD_NAME).write_text(export_card(head.config, format, rules.readers(head)))
+    (folder / CARD_NAME).write_text(export_card(head.config, format, layout.readers(head)))

@@ -1,236 +1,253 @@
-"""Create a head from a checkpoint's config and tensors, as described by the table in `layouts.py`.
+"""What a checkpoint is: a head in one of the published layouts, a kind that is named but not read, or an assistant.
 
-Sizes come from the tensors where possible, the rest from the config. The head is created on the meta device and
-compared with the file before any memory is allocated, so a wrong config cannot exhaust memory.
+Sources: the repositories of Medusa, EAGLE, SpecForge, ModelOpt, SGLang, Text Generation Inference and speculators;
+PARD (https://github.com/AMD-AGI/PARD), whose assistants are language models that predict tokens at mask tokens.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from hf_specdec.checkpoints.block_layouts import (
-    BLOCK_LAYOUTS,
-    block_fields,
-    check_block_tensors,
-    relative_of,
-    without_windows,
-)
-from hf_specdec.checkpoints.draft_layers import ambiguity_of, eagle3_fields, layer_fields, medusa_fields
+from hf_specdec.checkpoints.block_layouts import BLOCK_LAYOUTS
+from hf_specdec.checkpoints.draft_layers import VERIFIER
+from hf_specdec.checkpoints.eagle_layouts import EAGLE_LAYOUTS, ambiguity_of, with_tied_lm_head
 from hf_specdec.checkpoints.files import TensorFiles
-from hf_specdec.checkpoints.layer_mtp import speculators_layer_mtp
-from hf_specdec.checkpoints.layouts import LAYOUTS, WHOLE_MODELS, Layout, Names, lookup
-from hf_specdec.checkpoints.pard import assistant_refusal, is_assistant_config
-from hf_specdec.checkpoints.refusals import unsupported_kind
-from hf_specdec.checkpoints.tensors import (
-    VOCABULARIES,
-    Shapes,
-    check_shapes,
-    completed,
-    copy_checked,
-    in_one_dtype,
-    in_vocabulary_order,
-    names_of,
-)
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError, listed
+from hf_specdec.checkpoints.layout import Layout, Names, as_stored, lookup, read_by
+from hf_specdec.checkpoints.medusa_layouts import MEDUSA_LAYOUTS, WHOLE_MODELS
+from hf_specdec.checkpoints.mtp_layouts import MTP_LAYOUTS
+from hf_specdec.errors import CheckpointFormatError, listed
 from hf_specdec.heads.base import NATIVE_LAYOUT
-from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
-from hf_specdec.heads.eagle import EagleConfig, EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from hf_specdec.heads.layer_mtp import LAYER_TYPES, LayerMtpHead
-from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specdec.heads.mtp import MtpConfig, MtpHead
-from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import checked, shown
-from hf_specdec.records import Fields
+from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.layer_mtp import LayerMtpHead
+from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.heads.mtp import MtpHead
+from hf_specdec.records import Fields, shortened
 
 Head = EagleHead | Eagle3Head | MtpHead | LayerMtpHead | MedusaHeads | DFlashHead
-HeadConfig = EagleConfig | Eagle3Config | MtpConfig | MedusaConfig | DFlashConfig
 
-ALL_LAYOUTS = (*BLOCK_LAYOUTS, *LAYOUTS)
-"""All layouts that can be read; the first that matches is used."""
-
-HEADS: dict[type[Any], type[Head]] = {
-    EagleConfig: EagleHead,
-    Eagle3Config: Eagle3Head,
-    MtpConfig: MtpHead,
-    MedusaConfig: MedusaHeads,
-    DFlashConfig: DFlashHead,
-}
-"""Head classes by config class."""
+HEADS: tuple[type[Head], ...] = (EagleHead, Eagle3Head, MtpHead, MedusaHeads, DFlashHead)
+"""Heads that can be stored in our own layout."""
 
 
-def find_layout(fields: Fields, names: Names, where: str) -> Layout:
-    """Return the layout of a checkpoint.
-
-    Args:
-        fields: Its config.
-        names: Names of its tensors.
-        where: Its name, for error messages.
-
-    Raises:
-        CheckpointFormatError: The layout is unknown, or its heads are not supported.
-    """
-    kind = relative_of(fields, names) or unsupported_kind(fields, names)
-    if kind is not None:
-        raise CheckpointFormatError(f"{where} is {kind}, which is not supported.", f"Supported layouts: {_known()}.")
-    if is_assistant_config(fields):
-        raise assistant_refusal(fields, where)
-    for layout in ALL_LAYOUTS:
-        if layout.matches(fields, names):
-            return layout
-    if (model := _whole_model(fields, names)) is not None:
-        raise CheckpointFormatError(
-            f"{where} is a whole model ({model}), not a head in a known layout.",
-            "To draft with it, pass it as assistant_model= to generate(); or give a head.",
-        )
-    kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
-    raise CheckpointFormatError(
-        f"{where} is not a head in a known layout: its config has {str(kinds)[:200]}, its tensors are "
-        f"{listed(sorted(names))}.",
-        f"Supported layouts: {_known()}.",
+_NATIVE = tuple(
+    Layout(
+        name=NATIVE_LAYOUT,
+        head_class=head,
+        writers="hf-specdec",
+        marks={"model_type": head.config_class.model_type},
+        unread=(),
+        complete=with_tied_lm_head if head is Eagle3Head else as_stored,
     )
+    for head in HEADS
+)
 
-
-def _whole_model(fields: Fields, names: Names) -> str | None:
-    """Return the class name of a whole causal LM, which has all layers that its config counts; None for others."""
-    classes, count = fields.get("architectures"), fields.get("num_hidden_layers")
-    named = [name for name in classes if str(name).endswith("ForCausalLM")] if isinstance(classes, list) else []
-    layers = {found[1] for name in names if (found := re.match(r"(?:[a-z]\w*\.)+(\d+)\.", name))}
-    return shown(named[0]) if named and count == len(layers) and len(layers) > 1 else None
+LAYOUTS = (*BLOCK_LAYOUTS, *_NATIVE, *MTP_LAYOUTS, *MEDUSA_LAYOUTS, *EAGLE_LAYOUTS)
+"""All layouts that can be read; the first that matches is used."""
 
 
 def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
-    """Create a head from a checkpoint.
+    """Create a head from the config and the tensors of a checkpoint; `where` is its name for error messages.
 
-    Args:
-        fields: Its `config.json`.
-        files: Its tensors.
-        where: Name of the checkpoint, for error messages.
-
-    Returns:
-        The head on the CPU, in eval mode and in the smallest dtype that represents all its tensors. `layout` is set,
-        and `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
+    The head is on the CPU, in eval mode and in the smallest dtype that represents all tensors. `layout` is set, and
+    `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
 
     Raises:
         CheckpointFormatError: The layout is unknown, the config is invalid, or tensors have invalid dtypes or values.
         HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
     """
     layout = find_layout(fields, frozenset(files.shapes), where)
-    if layout.config_class is MtpConfig and lookup(fields, "transformer_layer_config.model_type") in LAYER_TYPES:
-        return speculators_layer_mtp(fields, files, where)
-    file_names, unread = names_of(layout, files.shapes, where)
-    head = _planned(layout, fields, {ours: files.shapes[name] for ours, name in file_names.items()}, file_names, where)
-    stored = files.read(file_names.values())
-    tensors = {ours: copy_checked(ours, stored[name], where) for ours, name in file_names.items()}
-    whole = completed(layout, fields, tensors)
-    added = {name: copy_checked(name, whole[name], where) for name in whole.keys() - tensors.keys()}
-    tensors, dtype = in_one_dtype({name: added.get(name, tensor) for name, tensor in whole.items()})
-    masks = files.read(name for name in unread if name.endswith("t2d")).values()
-    if "d2t" in tensors:
-        tensors = in_vocabulary_order(tensors, next(iter(masks), None), head.config.vocab_size, where)
-    head.load_state_dict(tensors, assign=True)
-    if hasattr(head, "rotary_emb"):  # its buffers are computed, not loaded
-        head.rotary_emb = _rotary(head.config, where)
-    head.config.dtype = dtype
-    head.layout = layout.name
-    if layout.config_class is Eagle3Config and layout.name != NATIVE_LAYOUT:
+    head: Head = read_by(layout, fields, files, where)
+    if isinstance(head, Eagle3Head) and layout.name != NATIVE_LAYOUT:
         head.ambiguity = ambiguity_of(layout, fields)
     if layout.name in WHOLE_MODELS:
         head.config.base_model_name_or_path = where
-    return head.eval()
-
-
-# ----------------------------------------------------------------------------------------------- configuration
-
-
-def _planned(layout: Layout, fields: Fields, shapes: Shapes, file_names: Mapping[str, str], where: str) -> Head:
-    """Return a head on the meta device, after comparing its tensor names and shapes with those of the files.
-
-    Args:
-        layout, fields, where: See `read_head`.
-        shapes: Shapes of the tensors in the files, by our names.
-        file_names: Names in the files, by our names.
-
-    Raises:
-        CheckpointFormatError, HeadTensorsError: See `read_head`.
-    """
-    try:
-        stored = {name: torch.empty(shape, dtype=_meta_dtype(name), device="meta") for name, shape in shapes.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in completed(layout, fields, stored).items()}
-        head = _empty_head(layout, fields, shapes)
-    except InvalidConfigError as error:
-        raise CheckpointFormatError(f"{where} (layout {layout.name}): its config is invalid: {error}") from error
-    except SpeculativeDecodingError as error:
-        raise CheckpointFormatError(f"{where} (layout {layout.name}): {error}") from error
-    except Exception as error:  # transformers' validation and torch raise many types
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointFormatError(
-            f"{where} (layout {layout.name}): its config is invalid: {type(error).__name__}: {reason}."
-        ) from error
-    check_shapes(head, shapes, file_names, where)
     return head
 
 
-def _meta_dtype(name: str) -> torch.dtype:
-    return torch.long if name in VOCABULARIES else torch.float32
+def find_layout(fields: Fields, names: Names, where: str) -> Layout:
+    """Return the layout of a checkpoint, given its config, the names of its tensors and its name for error messages.
+
+    Raises:
+        CheckpointFormatError: The layout is unknown, or its heads are not supported.
+    """
+    known = f"Supported layouts: {', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))}."
+    kind = _unsupported(fields, names)
+    if kind is not None:
+        raise CheckpointFormatError(f"{where} is {kind}, which is not supported.", known)
+    if is_assistant_config(fields):
+        raise assistant_refusal(fields, where)
+    for layout in LAYOUTS:
+        if layout.matches(fields, names):
+            return layout
+    # a whole causal LM has all layers that its config counts
+    classes, count = fields.get("architectures"), fields.get("num_hidden_layers")
+    named = [name for name in classes if str(name).endswith("ForCausalLM")] if isinstance(classes, list) else []
+    layers = {found[1] for name in names if (found := re.match(r"(?:[a-z]\w*\.)+(\d+)\.", name))}
+    if named and count == len(layers) and len(layers) > 1:
+        raise CheckpointFormatError(
+            f"{where} is a whole model ({shortened(named[0])}), not a head in a known layout.",
+            "To draft with it, pass it as assistant_model= to generate(); or give a head.",
+        )
+    kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
+    raise CheckpointFormatError(
+        f"{where} is not a head in a known layout: its config has {str(kinds)[:200]}, its tensors are "
+        f"{listed(sorted(names))}.",
+        known,
+    )
 
 
-def _empty_head(layout: Layout, fields: Fields, shapes: Shapes) -> Head:
-    """Return a head on the meta device, according to the config and the shapes of the tensors."""
-    if layout.name == NATIVE_LAYOUT:
-        config = layout.config_class.from_dict(fields)
-    else:
-        settings = _settings(layout, fields, shapes)
-        config = layout.config_class(**checked(settings, layout.config_class.rules))
-    counted = [getattr(config, name, 1) for name in ("medusa_num_heads", "medusa_num_layers", "num_hidden_layers")]
-    if max(*counted, len(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or ())) > len(shapes):
-        raise CheckpointFormatError("its config has more layers or heads than there are tensors.")
-    with torch.device("meta"):
-        return HEADS[layout.config_class](config)
+HEAD_FIELDS = ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size", "eagle_config",
+               "dflash_config")  # fmt: skip
+"""Config fields that only heads have."""
+
+HEAD_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
+    "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel",
+)  # fmt: skip
 
 
-def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
-    """Return the fields of our config, from the checkpoint's config and the shapes of its tensors by our names."""
-    for path, wanted in layout.expected.items():
-        found = lookup(fields, path, wanted)
-        if found != wanted:
-            raise CheckpointFormatError(f"`{path}` is {shown(found)}; only {wanted!r} is supported.")
-    given = {ours: lookup(fields, path) for ours, path in layout.fields.items()}
-    settings = {**layout.fixed, **{name: value for name, value in given.items() if value is not None}}
-    if layout.config_class is MedusaConfig:
-        return {**settings, **medusa_fields(settings, shapes)}
-    if layout.config_class is DFlashConfig:
-        check_block_tensors(shapes)
-        settings = {**layer_fields(layout, without_windows(layout, fields), shapes), **settings}
-        return {**settings, **block_fields(layout, fields, settings, shapes)}
-    layer = layer_fields(layout, fields, shapes)
-    if layout.config_class is EagleConfig:
-        return {"bias": True, **layer, **settings}
-    if layout.config_class is MtpConfig:
-        return {"bias": "eh_proj.bias" in shapes, **layer, **settings}
-    return {**layer, **settings, **eagle3_fields(layout, fields, {**layer, **settings}, shapes)}
+def is_head_config(fields: Fields) -> bool:
+    """Whether a config can only be a head's; False for EAGLE-1 and some EAGLE-3 heads, whose configs are a Llama's."""
+    architectures, kind = fields.get("architectures"), fields.get("model_type")
+    return (
+        any(kind == head.config_class.model_type for head in HEADS)
+        or any(key in fields for key in HEAD_FIELDS)
+        or any(architectures == [name] for name in HEAD_ARCHITECTURES)
+    )
 
 
-# ----------------------------------------------------------------------------------------------- tensors
+def target_name(fields: Fields) -> Any:
+    """Return the target that a head's config names, in any layout and unchecked; None if it names none.
+
+    Also None for a Medusa config of a whole model: whether the checkpoint includes the target depends on its tensors
+    (`WHOLE_MODELS`).
+    """
+    if "num_hidden_layers" in fields and any(key.startswith("medusa") for key in fields):
+        return None
+    found = (lookup(fields, path) for path in ("base_model_name_or_path", VERIFIER))
+    return next((name for name in found if name is not None), None)
 
 
-def _rotary(config: Any, where: str) -> DraftRotaryEmbedding:
-    """Return the rotary embedding on the CPU; its frequencies are computed, because checkpoints do not store them."""
-    try:
-        with torch.device("cpu"):
-            rotary = DraftRotaryEmbedding(config)
-    except Exception as error:  # see _empty_head
-        raise CheckpointFormatError(f"{where}: its config has invalid rotary positions: {error}.") from error
-    frequencies, scaling = rotary.inv_freq, rotary.attention_scaling
-    if not bool(frequencies.isfinite().all()) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
-        raise CheckpointFormatError(f"{where}: rope_parameters {config.rope_parameters} give no finite frequencies.")
-    return rotary
+# ----------------------------------------------------------------------------------------------- kinds not read
+
+SPECULATORS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Values of `speculators_model_type` that are read."""
+
+UNREAD_SPECULATORS = {
+    "peagle": "a P-EAGLE head (speculators)",
+    "dflash2": "a DFlash2 drafter (speculators)",
+    "xpress": "an XPress drafter (speculators)",
+    "mlp": "an MLP speculator (speculators)",
+    "independent": "an independent draft model (speculators)",
+}
+UNREAD_ARCHITECTURES = {
+    "PEagleDraftModel": "a P-EAGLE head",
+    "PeagleLlamaForCausalLM": "a P-EAGLE head",
+    "LlamaForCausalLMPeagle": "a P-EAGLE head",
+    "MLPSpeculatorPreTrainedModel": "an MLP speculator",
+    "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
+    "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
+}
+LATENT_TENSORS = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")
+"""Tensors of multi-head latent attention."""
 
 
-def _known() -> str:
-    return ", ".join(dict.fromkeys(layout.name for layout in ALL_LAYOUTS))
+def _unsupported(fields: Fields, names: Names) -> str | None:
+    """Return a description of a head of a kind that is recognised but not read; None for others.
+
+    First come relatives of DFlash whose layers or selection of tokens differ.
+    """
+    projector = lookup(fields, "dflash_config.projector_type")
+    if projector == "domino" or any("prefix_gru." in name for name in names):
+        return "a Domino drafter, whose recurrent network reads the tokens chosen so far"
+    if any("_conv.base_kernel" in name or name.startswith("candidate_selector.") for name in names):
+        return "a DFlash2 drafter, whose layers have convolutions over the block and which selects candidates itself"
+    is_block = names & {"hidden_norm.weight", "model.hidden_norm.weight"}
+    if is_block and any(name.endswith("mix_l") or "readout" in name for name in names):
+        return "an XPress drafter, which refines the block's logits in several passes"
+    if projector not in (None, "dflash") and "dflash_config" in fields:
+        return f"a DFlash drafter with the projector_type {shortened(projector)}"
+    if fields.get("architectures") == ["Gemma4DSparkModel"]:
+        return "a DSpark drafter with layers of Gemma 4"
+    kind = fields.get("speculators_model_type")
+    if kind is not None and kind not in SPECULATORS:
+        known = UNREAD_SPECULATORS.get(kind) if isinstance(kind, str) else None
+        return known or f"a speculators checkpoint of the unknown type {shortened(kind)}"
+    architectures = fields.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if isinstance(architecture, str) and architecture in UNREAD_ARCHITECTURES:
+        return UNREAD_ARCHITECTURES[architecture]
+    if fields.get("parallel_drafting") or any(name.endswith("mask_hidden") for name in names):
+        return "a P-EAGLE head"
+    if any(name.startswith("parallel_draft_heads.") for name in names):
+        return "an EAGLE head with parallel Medusa heads (ModelOpt's parallel_draft_step)"
+    is_eagle = any(name.endswith((".hidden_norm.weight", "fc.weight")) for name in names)
+    is_latent = fields.get("kv_lora_rank") or any(part in name for name in names for part in LATENT_TENSORS)
+    if is_eagle and is_latent:
+        return "an EAGLE-3 head with multi-head latent attention (of a DeepSeek or Kimi target)"
+    if is_eagle and lookup(fields, "eagle_config.use_aux_hidden_state") is False:
+        return "an EAGLE-3 layer on the final hidden state, without fc (eagle_config.use_aux_hidden_state is false)"
+    quantised = fields.get("quantization_config")
+    if quantised:
+        nested = quantised if isinstance(quantised, dict) else {}
+        method = nested.get("quant_method") or nested.get("quant_algo") or "unknown method"
+        return f"a quantised head (quantization_config: {shortened(method)})"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------- PARD assistants
+
+MASK_TOKEN_FIELDS = ("pard_token", "ptd_token_id")
+"""Config fields with the id of the mask token: PARD's, and another name that vLLM reads."""
+
+PARD_2 = (
+    "a PARD-2 assistant, which reads hidden states of the target through the target_proj in its warp_model.bin, a "
+    "pickle; this is not supported"
+)
+"""Description of a PARD-2 assistant for error messages."""
+PARD_2_HINT = (
+    'Use a PARD assistant, or assistant_model= with speculative="draft_model", which drafts token by token and needs '
+    "no hidden states."
+)
+"""What to do instead of loading a PARD-2 assistant."""
+
+
+def mask_token_in(fields: Mapping[str, Any]) -> Any:
+    """Return the mask token that a config names, unchecked; None if it names none."""
+    return next((fields[name] for name in MASK_TOKEN_FIELDS if fields.get(name) is not None), None)
+
+
+def needs_features(fields: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a PARD-2 assistant, which reads hidden states of the target."""
+    return fields.get("spd_type") == "pard2" or bool(fields.get("pard2"))
+
+
+def drafts_in_parallel(fields: Mapping[str, Any]) -> bool:
+    """Whether a causal language model with this config is a PARD assistant (not PARD-2)."""
+    return mask_token_in(fields) is not None and not needs_features(fields)
+
+
+def is_assistant_config(fields: Fields) -> bool:
+    """Whether a `config.json` is that of a PARD or PARD-2 assistant, and not of a head with a mask token (P-EAGLE)."""
+    architectures = fields.get("architectures")
+    names = map(str, architectures) if isinstance(architectures, list) else ()
+    if is_head_config(fields) or any(name in UNREAD_ARCHITECTURES for name in names):
+        return False
+    if fields.get("pard_token") is None and fields.get("parallel_drafting"):  # as in configs of P-EAGLE heads
+        return False
+    return mask_token_in(fields) is not None or needs_features(fields)
+
+
+def assistant_refusal(fields: Mapping[str, Any], where: str) -> CheckpointFormatError:
+    """Return the error for an assistant where a head is expected, given its config and name."""
+    if needs_features(fields):
+        return CheckpointFormatError(f"{where} is {PARD_2}.", PARD_2_HINT)
+    return CheckpointFormatError(
+        f"{where} is a PARD assistant, a whole language model and not a head.",
+        "Load it with model.load_drafter(path_or_hub_id), or pass it to generate() as assistant_model=.",
+    )

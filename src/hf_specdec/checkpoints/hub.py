@@ -1,34 +1,31 @@
-"""Load heads from a directory or the Hub, in any layout of `checkpoints/layouts.py`.
+"""Heads in a directory or on the Hub: find, open, load and inspect them, in any layout of `checkpoints/formats.py`.
 
 Importing this module registers our heads with transformers' `AutoConfig` and `AutoModel`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import errors as hub_errors
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi
+from huggingface_hub.utils._validators import validate_repo_id
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from hf_specdec.atomic import was_interrupted
-from hf_specdec.checkpoints.adapters import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, AdapterFiles
-from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
-from hf_specdec.checkpoints.formats import HEADS, Head, read_head
-from hf_specdec.checkpoints.layouts import lookup
-from hf_specdec.checkpoints.sources import EXPECTED_HEAD, head_directory, is_connection_error
-from hf_specdec.checkpoints.target_config import first_sentence
-from hf_specdec.errors import CheckpointFormatError, sentence
-from hf_specdec.records import Fields, path_of
+from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, shard_names
+from hf_specdec.checkpoints.formats import HEADS, LAYOUTS, Head, read_head
+from hf_specdec.checkpoints.layout import lookup
+from hf_specdec.checkpoints.sources import Folder, open_source
+from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError, InvalidConfigError, translated
+from hf_specdec.records import Fields, read_json
+from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
-CONFIG_NAME = "config.json"
 QUANTISATION_NAME = "hf_quant_config.json"
 INDEX_SUFFIX = ".index.json"
 
@@ -43,9 +40,17 @@ WEIGHT_FILES = (
 )
 """Weight files in order of preference; pickles last."""
 
-for _config_class, _head_class in HEADS.items():
-    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
-    AutoModel.register(_config_class, _head_class, exist_ok=True)
+for _head_class in HEADS:
+    AutoConfig.register(_head_class.config_class.model_type, _head_class.config_class, exist_ok=True)
+    AutoModel.register(_head_class.config_class, _head_class, exist_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The adapter of a target, found beside a head."""
+
+    where: str  # directory or repository of the head, for error messages
+    weights: Path  # the adapter's safetensors file
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,232 +99,245 @@ def load_head(
         model.load_drafter(head)
         ```
     """
-    checkpoint = open_checkpoint(
-        repo_or_path, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir,
-        force_download=force_download, local_files_only=local_files_only,
-    )  # fmt: skip
+    download = {"revision": revision, "token": token, "cache_dir": cache_dir, "force_download": force_download,
+                "local_files_only": local_files_only}  # fmt: skip
+    return head_in(open_source(repo_or_path, subfolder, download), dtype, device, hot_tokens)
+
+
+@persistent_tensors()
+def head_in(
+    source: Folder, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    hot_tokens: Tensor | str | Path | None = None,
+) -> Head:  # fmt: skip
+    """Load the head in an opened directory or repository; see `load_head`."""
+    checkpoint = checkpoint_in(source)
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
-    head.name_or_path, head.adapter = checkpoint.where, checkpoint.adapter
+    head.name_or_path = checkpoint.where
+    head.adapter = checkpoint.adapter
     if hot_tokens is not None:
-        ids = hot_tokens if isinstance(hot_tokens, Tensor) else read_frequent_tokens(Path(hot_tokens))
-        head.use_hot_tokens(ids)
+        head.use_hot_tokens(hot_tokens if isinstance(hot_tokens, Tensor) else read_frequent_tokens(Path(hot_tokens)))
     head.to(device=device, dtype=dtype)
     return head
 
 
-def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> Checkpoint:
-    """Find the files of a head, and read everything but the values of the weights.
-
-    Args:
-        repo_or_path: A local directory or a Hub id.
-        subfolder: Subfolder of the directory or repository.
-        **download: Arguments of `huggingface_hub.hf_hub_download`.
+def checkpoint_in(source: Folder) -> Checkpoint:
+    """Find the files of a head or assistant, and read everything but the values of the weights.
 
     Raises:
-        CheckpointFormatError: A repository, directory or file does not exist or is broken, the head is quantised, or
-            saving it was interrupted.
+        CheckpointFormatError: A file does not exist or is broken, the head is quantised, or saving it was interrupted.
     """
-    source = _source(repo_or_path, subfolder, download)
-    fields = source.fields()
+    fields = source.fields
     quantised = source.find(QUANTISATION_NAME)
-    if quantised is not None and lookup(read_json(quantised), "quantization.quant_algo|quant_algo"):
+    if quantised is not None and lookup(
+        read_json(quantised, error=CheckpointFormatError), "quantization.quant_algo|quant_algo"
+    ):
         raise CheckpointFormatError(
             f"{source.name} is a quantised head ({QUANTISATION_NAME}), which is not supported.",
             "Use the original weights.",
         )
     names = (*MEDUSA_FILES, *WEIGHT_FILES) if any(key.startswith("medusa") for key in fields) else WEIGHT_FILES
-    for name in names:
-        found = source.find(name)
-        if found is None:
+    found = next((path for name in names if (path := source.find(name)) is not None), None)
+    if found is None:
+        raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
+    shards = [found]
+    if found.name.endswith(INDEX_SUFFIX):
+        shards = []
+        for name in shard_names(found):
+            shard = source.find(name)
+            if shard is None:
+                raise CheckpointFormatError(f"{found} names {name}, which does not exist.")
+            shards.append(shard)
+    adapter = None
+    if source.find("adapter_config.json") is not None:
+        weights = source.find("adapter_model.safetensors")
+        if weights is None:
+            raise CheckpointFormatError(
+                f"{source.name} holds an adapter_config.json, so the head belongs to an adapted target, but there is "
+                "no adapter_model.safetensors.",
+                "Download or save the adapter's weights next to it.",
+            )
+        adapter = AdapterFiles(source.name, weights)
+    return Checkpoint(source.name, fields, TensorFiles(shards), adapter)
+
+
+# ----------------------------------------------------------------------------------------------- adapted targets
+
+PEFT_PREFIX = "base_model.model."
+
+
+def check_target_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
+    """Check that the adapter with which a head was trained is loaded, active and equal to the stored one.
+
+    Source: the export of `eagle_base_lora` in ModelOpt (`modelopt/torch/export/plugins/hf_spec_export.py`), in peft's
+    format.
+
+    Raises:
+        DrafterMismatchError: The adapter is not loaded, not active or merged, or another one is loaded.
+        CheckpointFormatError: The adapter's file is broken or has no tensors.
+    """
+    stored = TensorFiles([adapter.weights])
+    names = sorted(stored.shapes)
+    if not names:
+        raise CheckpointFormatError(f"{adapter.weights} holds no tensors.")
+    loaded = dict(_loaded(model))
+    values = stored.read(names)
+    absent = [name for name in names if not _equal(loaded.get(name.removeprefix(PEFT_PREFIX)), values[name])]
+    if absent:
+        state = "it is not loaded" if len(absent) == len(names) else f"{len(absent)} of its tensors differ"
+        raise DrafterMismatchError(
+            f"The head {adapter.where} was trained together with an adapter of its target, and {state} or not "
+            f"active in this {type(model).__name__}.",
+            f"First load it, without merging: model.load_adapter({str(adapter.weights.parent)!r}).",
+        )
+
+
+def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of the parameters of active adapters; names as in peft's files, without `PEFT_PREFIX`."""
+    for path, module in model.named_modules():
+        if getattr(module, "disable_adapters", True):
             continue
-        shards = [found]
-        if name.endswith(INDEX_SUFFIX):
-            shards = [source.need(shard, found) for shard in shard_names(found)]
-        return Checkpoint(source.name, fields, TensorFiles(shards), _adapter_in(source))
-    raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
+        active = set(module.active_adapters)
+        for name, parameter in module.named_parameters():
+            match = re.fullmatch(r"(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.([^.]+)(\.weight)?", name)
+            if match and match[2] in active:
+                suffix = "" if match[1] == "lora_magnitude_vector" else match[3] or ""
+                yield f"{path}.{match[1]}{suffix}".removeprefix(PEFT_PREFIX), parameter
 
 
-def read_config(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> Fields:
-    """Return the fields of a `config.json`; no other file is opened or downloaded.
+def _equal(loaded: Tensor | None, stored: Tensor) -> bool:
+    if loaded is None or loaded.shape != stored.shape or loaded.is_meta:
+        return False
+    return torch.equal(loaded.detach().cpu(), stored.to(loaded.dtype))
+
+
+# ----------------------------------------------------------------------------------------------- reports
+
+
+IN_CARD = ("recipe", "tau")
+"""Config fields that the model card shows: how the head was trained, and what was measured."""
+
+UNREPORTED = (
+    "transformers_version", "architectures", "dtype", "_name_or_path", "model_type", "base_model_name_or_path",
+    "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids",
+)  # fmt: skip
+"""Config fields that are left out of `HeadReport.config`: reported elsewhere, or irrelevant."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReport:
+    """Properties of a head that can be loaded."""
+
+    where: str
+    layout: str  # name in `checkpoints/formats.py`
+    writers: str  # programs that write the layout
+    method: str  # for `speculative=`
+    head: str  # class name
+    target: str | None  # according to its config
+    parameters: int  # number of weights
+    dtype: str
+    files: dict[str, int]  # sizes in bytes by name
+    vocabulary: int | None  # V of the target
+    draft_vocabulary: int | None  # Vd
+    layers_read: list[int] | None  # numbers of hidden states, see `Features`; None: the authors' default
+    ambiguous: list[str]  # fields of `Reading` that the files leave open
+    needs_adapter: bool  # whether the head was trained together with an adapter of its target
+    config: dict[str, Any]  # fields with other values than the defaults of the class
+    in_card: list[str]  # long fields of the config that are stored, but only shown in the model card
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dictionary for JSON."""
+        return asdict(self)
+
+
+def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> HeadReport:
+    """Load a head and report its properties.
 
     Args:
         repo_or_path: A local directory or a Hub id.
         subfolder: Subfolder of the directory or repository.
-        **download: Arguments of `huggingface_hub.hf_hub_download`.
+        **download: Arguments of `huggingface_hub.hf_hub_download`: `revision`, `token`, ...
 
     Raises:
-        CheckpointFormatError: The repository, directory or file does not exist or is broken, or a path is a file.
+        CheckpointFormatError: The head cannot be loaded; a `HeadTensorsError` if its tensors do not fit its config.
     """
-    return _source(repo_or_path, subfolder, download).fields()
+    checkpoint = checkpoint_in(open_source(repo_or_path, subfolder, download))
+    head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
+    config = head.config
+    names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    layers = next((getattr(config, name) for name in names if hasattr(config, name)), [LAST])
+    return HeadReport(
+        where=checkpoint.where,
+        layout=head.layout,
+        writers=next(layout.writers for layout in LAYOUTS if layout.name == head.layout),
+        method=head.method,
+        head=type(head).__name__,
+        target=config.base_model_name_or_path,
+        parameters=sum(parameter.numel() for parameter in head.parameters()),
+        dtype=str(head.dtype).removeprefix("torch."),
+        files={file.name: file.stat().st_size for file in checkpoint.files.files},
+        vocabulary=config.vocab_size,
+        draft_vocabulary=config.draft_vocab_size,
+        layers_read=layers,
+        ambiguous=[] if head.ambiguity is None else head.ambiguity.open_fields,
+        needs_adapter=checkpoint.adapter is not None,
+        config={
+            name: value
+            for name, value in config.to_diff_dict().items()
+            if name not in (*UNREPORTED, *IN_CARD) and value is not None
+        },
+        in_card=[name for name in IN_CARD if getattr(config, name, None) is not None],
+    )
 
 
-def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) -> _Folder:
-    if not isinstance(repo_or_path, str | Path):
-        raise CheckpointFormatError(
-            f"`repo_or_path` must be a local directory or a Hub id, got {type(repo_or_path).__name__}.", EXPECTED_HEAD
-        )
-    folder = head_directory(repo_or_path)
-    return _Repository(str(repo_or_path), subfolder, download) if folder is None else _Folder(folder, subfolder)
+# ----------------------------------------------------------------------------------------------- published heads
+
+METHOD_BY_WORD = {
+    "eagle": "eagle", "hass": "eagle", "medusa": "medusa", "dflash": "dflash", "jetspec": "dflash", "dspark": "dflash",
+    "mtp": "mtp", "pard": "pard", "speculator": "eagle",
+}  # fmt: skip
+"""Method that a word in a repository's name stands for; the first that occurs counts."""
+
+MAX_FOUND = 200
+"""Maximum number of repositories of each search."""
 
 
-def _adapter_in(source: _Folder) -> AdapterFiles | None:
-    """Return the target's adapter beside a head; None if there is none.
+@dataclass(frozen=True, slots=True)
+class PublishedHead:
+    """A repository whose name says that it holds a draft head."""
+
+    repo_id: str
+    method: str  # value of `speculative=`; for "pard" the repository is passed as `assistant_model=`
+    downloads: int  # in the last 30 days
+
+
+def find_heads(target: str) -> list[PublishedHead]:
+    """Return the draft heads on the Hub that are tagged with a base model or have its name in theirs.
+
+    Files are not read: `hf-specdec inspect` and `load_drafter` check whether a head fits.
+
+    Args:
+        target: Hub id of the model, such as `"meta-llama/Llama-3.1-8B-Instruct"`.
+
+    Returns:
+        Heads, those with the most downloads first.
 
     Raises:
-        CheckpointFormatError: There is an adapter's config, but no weights.
+        InvalidConfigError: `target` is not a Hub id.
+        CheckpointFormatError: The Hub cannot be reached.
     """
-    config = source.find(ADAPTER_CONFIG_NAME)
-    if config is None:
-        return None
-    weights = source.find(ADAPTER_WEIGHTS_NAME)
-    if weights is None:
-        raise CheckpointFormatError(
-            f"{source.name} holds an {ADAPTER_CONFIG_NAME}, so the head belongs to an adapted target, but there is no "
-            f"{ADAPTER_WEIGHTS_NAME}.",
-            "Download or save the adapter's weights next to it.",
-        )
-    return AdapterFiles(source.name, weights)
-
-
-class _Folder:
-    """A local directory; only regular files, and links to files inside it, are read."""
-
-    def __init__(self, folder: Path, subfolder: str) -> None:
-        self.name, self._folder = str(folder), path_of(folder / subfolder, CheckpointFormatError)
-        if not _is_inside(self._folder, folder):
-            raise CheckpointFormatError(
-                f"The subfolder {subfolder!r} is outside {folder}.", "Use the path of the subfolder instead."
-            )
-
-    def find(self, name: str) -> Path | None:
-        """Return the path of a file; None if it does not exist.
-
-        Raises:
-            CheckpointFormatError: It is not a regular file, or a link to another directory.
-        """
-        path = self._folder / name
-        if not os.path.lexists(path):
-            return None
-        if not path.is_file():
-            raise CheckpointFormatError(f"{path} is not a regular file.")
-        if not _is_inside(path, self._folder):
-            raise CheckpointFormatError(f"{path} is a link to a file outside its directory.", "Copy the file there.")
-        return path
-
-    def fields(self) -> Fields:
-        """Return the fields of `config.json`; raise `CheckpointFormatError` if it does not exist or is broken."""
-        config = self.find(CONFIG_NAME)
-        if config is not None:
-            return read_json(config)
-        if self._was_interrupted:
-            raise CheckpointFormatError(
-                f"Saving a head in {self._folder} was interrupted: it may hold files of two heads.",
-                "Save the head again.",
-            )
-        raise CheckpointFormatError(
-            f"There is no {CONFIG_NAME} in {self.name!r}.",
-            EXPECTED_HEAD,
-        )
-
-    @property
-    def _was_interrupted(self) -> bool:
-        return was_interrupted(self._folder, CONFIG_NAME)
-
-    def need(self, name: str, index: Path) -> Path:
-        """Return the path of a file in an index; raise `CheckpointFormatError` if it does not exist."""
-        found = self.find(name)
-        if found is None:
-            raise CheckpointFormatError(f"{index} names {name}, which does not exist.")
-        return found
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, with links resolved, is in a folder or, for a snapshot in the Hub's cache, among its blobs."""
-    real, home = path.resolve(), folder.resolve()
-    in_cache = real.parent.name == "blobs" and real.parent.parent in home.parents
-    return real == home or home in real.parents or in_cache
-
-
-class _Repository(_Folder):
-    """A repository on the Hub; all files are read from the same commit."""
-
-    def __init__(self, repo_id: str, subfolder: str, download: dict[str, Any]) -> None:
-        if subfolder.startswith("/") or ".." in Path(subfolder).parts:
-            raise CheckpointFormatError(f"The subfolder {subfolder!r} is outside the repository {repo_id}.")
-        self.name = repo_id
-        self._download = {**download, "subfolder": subfolder or None}
-
-    def find(self, name: str) -> Path | None:
-        """Return the path of a file, downloaded if it is not cached; None if it does not exist.
-
-        Offline, the result is also None for a file other than `config.json` that is not cached.
-
-        Raises:
-            CheckpointFormatError: There is no such repository or revision, no access or connection, or the file has
-                another hash than on the Hub.
-        """
-        try:
-            path = Path(hf_hub_download(self.name, name, **self._download))
-        except hub_errors.LocalEntryNotFoundError as error:
-            offline = isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled)
-            if name != CONFIG_NAME and (offline or self._download.get("local_files_only")):
-                return None  # the cache cannot distinguish "not downloaded" from "does not exist"
-            raise self._refusal(name, error) from error
-        except hub_errors.EntryNotFoundError:
-            return None
-        except Exception as error:  # huggingface_hub's errors, or its HTTP library's, which depend on the version
-            raise self._refusal(name, error) from error
-        _check_hash(path)
-        snapshot = path.parents[len(Path(self._download["subfolder"] or "").parts)]
-        if snapshot.parent.name == "snapshots":
-            self._download["revision"] = snapshot.name
-        return path
-
-    @property
-    def _was_interrupted(self) -> bool:
-        return False
-
-    def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
-        if is_connection_error(error):
-            return CheckpointFormatError(
-                f"No head was found at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
-                "Connect to the Hub, or give the directory of a downloaded head.",
-            )
-        reason = sentence(first_sentence(error)[:300])
-        return CheckpointFormatError(
-            f"No head was found at {self.name!r}: no such directory, and {name} was not downloaded: {reason}",
-            "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
-        )
-
-
-def _check_hash(path: Path) -> None:
-    """Compare a file in the Hub's cache with its hash on the Hub, which is the name of its blob.
-
-    Raises:
-        CheckpointFormatError: The hashes differ.
-    """
-    blob = path.resolve()
-    if blob.parent.name != "blobs":
-        return
-    size = blob.stat().st_size
-    if len(blob.name) == SHA256_DIGITS:
-        actual = hashlib.sha256()
-    elif len(blob.name) == GIT_DIGITS:
-        actual = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    else:
-        return
-    with blob.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            actual.update(chunk)
-    if actual.hexdigest() != blob.name:
-        raise CheckpointFormatError(
-            f"{path} differs from the file on the Hub: its hash is {actual.hexdigest()}, expected {blob.name}.",
-            f"Delete {blob} and load the head again.",
-        )
-
-
-SHA256_DIGITS, GIT_DIGITS = 64, 40
-"""Hexadecimal digits of the hash of a large (LFS) file, and of a file that is stored in git."""
-
-CHUNK = 2**20
-"""Bytes read at once for hashing."""
+    with translated(InvalidConfigError, f"{target!r} is not a Hub id", "Give the model's id, such as org/name."):
+        validate_repo_id(target)
+    api, name = HfApi(), target.rpartition("/")[2]
+    way = "Try again with a connection to it, or search for heads in a browser."
+    with translated(CheckpointFormatError, f"The Hub at {api.endpoint} cannot be searched", way):
+        found = {
+            model.id: model.downloads or 0
+            for search in ({"filter": f"base_model:{target}"}, {"search": name})
+            for model in api.list_models(**search, limit=MAX_FOUND, sort="downloads")  # type: ignore[arg-type]
+        }
+    heads = []
+    for repo_id, downloads in found.items():
+        word = next((word for word in METHOD_BY_WORD if word in repo_id.lower()), None)
+        if word is not None:
+            heads.append(PublishedHead(repo_id, METHOD_BY_WORD[word], downloads))
+    return sorted(heads, key=lambda head: (-head.downloads, head.repo_id))

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.checkpoints.directories import check_new_head, overwritten
+from hf_specdec.checkpoints.sources import check_new_head, overwritten
 from hf_specdec.cli.parameters import (
     Data,
     Json,
@@ -68,7 +68,7 @@ def find(
     with working("Searching the Hub", shown=not as_json):
         from huggingface_hub.utils import logging
 
-        from hf_specdec.checkpoints.published import find_heads
+        from hf_specdec.checkpoints.hub import find_heads
 
         logging.set_verbosity_error()  # no warning on each new try
         heads = find_heads(model)
@@ -92,7 +92,7 @@ def inspect(head: HeadArgument, revision: Revision = None, as_json: Json = False
     """Show a head's layout, target, sizes and config; every tensor is read and checked."""
     check_places(head=head)
     with importing(shown=not as_json):
-        from hf_specdec.checkpoints.report import inspect_head
+        from hf_specdec.checkpoints.hub import inspect_head
 
     with working("Reading the head", shown=not as_json):
         report = inspect_head(head, revision=revision)

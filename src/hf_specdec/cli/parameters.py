@@ -283,7 +283,7 @@ def read_object_option(path: Path | None, option: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return records.read_object(path)
+        return records.read_json(path)
     except InvalidConfigError as error:
         reason = str(error).removesuffix(" Expected a JSON object.")
         raise InvalidConfigError(

@@ -17,9 +17,9 @@ from rich.console import Console
 from transformers import set_seed
 
 from hf_specdec import records, training, viz
-from hf_specdec.checkpoints.directories import overwritten
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.checkpoints.sources import overwritten
 from hf_specdec.cli.parameters import TrainOptions
 from hf_specdec.cli.status import working
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError, listed
@@ -261,7 +261,7 @@ def _check_own_run(output: Path) -> None:
     """Refuse an output directory that holds state or a head that no run of this package wrote."""
     found = [name for name in (RUN_NAME, "trainer_state.json") if (output / name).exists()]
     if found and (
-        RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_object(output / RUN_NAME).keys()
+        RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_json(output / RUN_NAME).keys()
     ):
         raise InvalidConfigError(
             f"--output {output} holds a {found[0]} that was not written by this command.", "Give another directory."
@@ -313,7 +313,7 @@ def _save_head(head: Head, output: Path, as_json: bool) -> None:
 
     Draws nothing without matplotlib, or if the log has no accuracies.
     """
-    log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
+    log = records.read_json(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
         _note(f"{RUN_PICTURE} was not drawn. Run: pip install matplotlib")

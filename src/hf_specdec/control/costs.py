@@ -1,4 +1,8 @@
-"""Learn from real steps how long a step takes by its number of nodes, and time forwards for `warmup()` and trees."""
+"""What a step costs by its number of nodes, and whether drafting pays at all: learned from real steps.
+
+`StepCosts.measure` times forwards for `warmup()`; `time_forwards` and `draft_seconds` time them to search a tree.
+*Width*: nodes per row of a verified tree, root included. *Plain step*: a step of width 1, which drafts nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import exp, inf, log, log2
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.control.arms import ArmGains
-from hf_specdec.control.constants import (
-    CHEAP_TREES,
-    COST_SMOOTHING,
-    EXPECTED_NODE_COST,
-    FIRST_STEPS,
-    MAX_MEASURED_NODES,
-    MAX_SURPRISE,
-    MEASURED_CONTEXT,
-    MEASURED_WIDTHS,
-    MIN_MEASURED_WIDTH,
-    MIN_TRIAL_WIDTH,
-    QUICK_ROUNDS,
-    RETRY_STEPS,
-    STALE_STEPS,
-    TIMED_ROUNDS,
-)
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
@@ -40,13 +28,52 @@ from hf_specdec.verification.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-Pick = Callable[[Sequence[float]], float]
+MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Widths whose cost is learned or measured, up to the largest width needed, which is added; costs between them are
+interpolated."""
+
+MAX_MEASURED_NODES, MIN_MEASURED_WIDTH = 128, 4
+"""Maximum nodes of all rows together in a step whose cost is known; widths up to the second number may exceed it."""
+
+EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
+"""Seconds of one more node relative to a plain step of one row, assumed until steps have been timed. CPUs took 0.04 to
+0.1, the higher values for many nodes with the CPU kernels. GPUs take about as long for dozens of nodes as for one."""
+
+MIN_TRIAL_WIDTH, CHEAP_TREES = 8, 1.5
+"""Width up to which the first trees may grow; wider ones have at most twice the nodes of any step so far, because
+neither their cost nor their source is known. Unlimited if the widest step is expected to take less than the second
+number of plain steps."""
+
+FIRST_STEPS = 3
+"""Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
+slower, others up to half."""
+
+COST_SMOOTHING = 0.2
+"""Weight of a real step in the moving (geometric) average of the cost of its width; more if the width was unused for
+long, see `StepCosts.observe`."""
+
+MAX_SURPRISE = 2.0
+"""Limit of the ratio of a step's time to its expected time; larger ratios come from other load and are clamped to it.
+A step that takes less than 1 / `MAX_SURPRISE` of its expected time corrects the cost fully, because other load makes
+no step faster. A stretch of steps counts as at least 1 / `MAX_SURPRISE` as fast as plain ones."""
+
+STALE_STEPS = 50
+"""A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
+lasting change, such as other load or a faster clock, affects all widths."""
+
+RETRY_STEPS = 300
+"""A width that was unused for this many steps is assumed to cost 63 % less, so that it is tried and a bad measurement
+corrected. A width that is 10 % slower than the best one is tried every 30 steps, one that takes twice as long every
+200; this wastes less than 0.5 %."""
+
+
+# ------------------------------------------------------------------------------------------- timing forwards
 
 
 @torch.no_grad()
-def verify_seconds(
+def time_forwards(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
-    rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
+    rounds: int = 5, pick: Callable[[Sequence[float]], float] = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a verify forward by the number of nodes of its tree.
 
@@ -71,20 +98,15 @@ def verify_seconds(
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
-    trees = {size: _tree(ids[:, context : context + size], branches=facts.supports_trees) for size in sizes}
-
-    def forward(size: int) -> None:
-        target.verify(trees[size])
-
+    trees = {}
+    for size in sizes:
+        nodes = torch.arange(size, device=device)
+        parents = (nodes - 1).div(2, rounding_mode="floor") if facts.supports_trees else nodes - 1
+        trees[size] = TokenTree(ids[:, context : context + size], parents)
     with decode_optimizations(model):  # as generation runs it
-        return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
-
-
-def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
-    """Arrange tokens `[B, N]` in a binary tree, or in a chain if `branches` is False."""
-    nodes = torch.arange(tokens.shape[1], device=tokens.device)
-    parents = (nodes - 1).div(2, rounding_mode="floor") if branches else nodes - 1
-    return TokenTree(tokens, parents)
+        return _seconds_by_size(
+            lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
+        )
 
 
 @torch.no_grad()
@@ -99,30 +121,17 @@ def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> flo
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     features = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
     rows: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
-
-    def forward(_size: int) -> None:
-        head.draft_logits(features, position, rows)
-
-    return _seconds_by_size(forward, [1], parameter.device)[1]
+    return _seconds_by_size(lambda _: head.draft_logits(features, position, rows), [1], parameter.device)[1]
 
 
 def _seconds_by_size(
-    forward: Callable[[int], None],
-    sizes: Sequence[int],
-    device: torch.device,
-    undo: Callable[[int], None] = lambda _size: None,
-    rounds: int = TIMED_ROUNDS,
-    pick: Pick = statistics.median,
-) -> dict[int, float]:
+    forward: Callable[[int], object], sizes: Sequence[int], device: torch.device,
+    undo: Callable[[int], None] = lambda _size: None, *, rounds: int = 5,
+    pick: Callable[[Sequence[float]], float] = statistics.median,
+) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a call by size. Each round times every size once, so that other load affects all of them.
 
-    Args:
-        forward: The timed function; gets the size.
-        sizes: The sizes.
-        device: Device to synchronise with.
-        undo: Restores the state after each call, untimed; gets the size.
-        rounds: Timed rounds, after one warm-up round.
-        pick: Reduces the times of one size to one number.
+    `undo` restores the state after each call, untimed. One warm-up round comes first.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 1):
@@ -137,15 +146,7 @@ def _seconds_by_size(
     return {size: pick(seconds) for size, seconds in taken.items()}
 
 
-def _widest(widest: int, rows: int) -> int:
-    """Return the largest width with a cost."""
-    return min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
-
-
-def _widths(widest: int, rows: int) -> list[int]:
-    """Return the widths whose costs are known or learned, ascending."""
-    most = _widest(widest, rows)
-    return [*(width for width in MEASURED_WIDTHS if width < most), most]
+# ------------------------------------------------------------------------------------------- costs
 
 
 class StepCosts:
@@ -167,9 +168,7 @@ class StepCosts:
         self.arms = ArmGains()
         self._given = dict(sorted(seconds.items()))
         self._factors = dict.fromkeys(self._given, 1.0)
-        self._seen = dict.fromkeys(
-            self._given, float(FIRST_STEPS) if is_measured else 0.0
-        )  # steps of about this width
+        self._seen = dict.fromkeys(self._given, float(FIRST_STEPS * is_measured))  # steps of about this width
         self._unvisited = dict.fromkeys(self._given, 0.0)  # steps since a step of about this width
 
     @classmethod
@@ -200,20 +199,20 @@ class StepCosts:
         cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int,
         runner: Runner | None = None,
     ) -> StepCosts:  # fmt: skip
-        """Time the verify forward at a few widths (see `verify_seconds`) and create the costs from it.
+        """Time the verify forward at a few widths (see `time_forwards`) and create the costs from it.
 
         Args:
             model: The target.
             facts: The result of the probe.
             rows: Batch size.
             widest: Nodes per row of the largest tree; fewer are timed for large batches, see `MAX_MEASURED_NODES`.
-            context: Tokens of the prompt; at most `MEASURED_CONTEXT` are used.
+            context: Tokens of the prompt; at most 512 are used, because real steps correct longer contexts.
             runner: Compiled or captured forward; None: the model's own.
         """
-        widths, context = _widths(widest, rows), max(1, min(context, MEASURED_CONTEXT))
-        begin = time.perf_counter()
-        seconds = verify_seconds(
-            model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner
+        widths, begin = _widths(widest, rows), time.perf_counter()
+        # the fastest of few, because noise only makes a forward slower
+        seconds = time_forwards(
+            model, widths, max(1, min(context, 512)), facts, rows=rows, rounds=3, pick=min, runner=runner
         )
         measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
@@ -229,7 +228,7 @@ class StepCosts:
 
     def covers(self, widest: int, rows: int) -> bool:
         """Whether there is a cost for the largest width needed with this batch size and trees up to `widest` nodes."""
-        return self.max_width >= _widest(widest, rows)
+        return self.max_width >= _widths(widest, rows)[-1]
 
     @property
     def max_width(self) -> int:
@@ -295,26 +294,29 @@ class StepCosts:
     def _current(self) -> dict[int, float]:
         """Return the seconds by width, with the factors learned so far.
 
-        A step costs at most as much per node as a narrower one: verifying the nodes in several steps would take no
-        longer. A higher cost was measured beside other work.
+        A width that no step has had gets a factor between those of the nearest widths that steps had. A step costs at
+        most as much per node as a narrower one: verifying the nodes in several steps would take no longer. A higher
+        cost was measured beside other work.
         """
         found, least_per_node = dict[int, float](), inf
+        visited = [width for width, seen in self._seen.items() if seen]
         for width, seconds in self._given.items():
-            found[width] = min(seconds * self._factor(width), least_per_node * width)
+            below = max((known for known in visited if known <= width), default=None)
+            above = min((known for known in visited if known >= width), default=None)
+            nearest = below or above or width
+            factor = self._factors[nearest]
+            if below and above and below < above:
+                part = log2(width / below) / log2(above / below)
+                factor = exp((1 - part) * log(self._factors[below]) + part * log(self._factors[above]))
+            found[width] = min(seconds * factor, least_per_node * width)
             least_per_node = min(least_per_node, found[width] / width)
         return found
 
-    def _factor(self, width: int) -> float:
-        """Return the factor of a width; if no step has had it, between those of the nearest widths that steps had."""
-        if self._seen[width]:
-            return self._factors[width]
-        below = max((known for known, seen in self._seen.items() if seen and known < width), default=None)
-        above = min((known for known, seen in self._seen.items() if seen and known > width), default=None)
-        if below is None or above is None:
-            nearest = below or above
-            return self._factors[nearest or width]
-        part = log2(width / below) / log2(above / below)
-        return exp((1 - part) * log(self._factors[below]) + part * log(self._factors[above]))
+
+def _widths(widest: int, rows: int) -> list[int]:
+    """Return the widths whose costs are known or learned, ascending."""
+    most = min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
+    return [*(width for width in MEASURED_WIDTHS if width < most), most]
 
 
 def _at(seconds: Sequence[float], width: float) -> float:
@@ -339,3 +341,96 @@ def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
         step = (seconds[high] - seconds[low]) / (high - low)
         found += [seconds[low] + step * index for index in range(high - low)]
     return (*found, seconds[widths[-1]])
+
+
+# ------------------------------------------------------------------------------------------- drafting or not
+
+STRETCH_STEPS, MAX_PLAIN_STEPS = 8, 64
+"""Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting. Pauses
+double to the second number of steps while plain decoding wins: a stretch that takes 30 % longer then costs 3 %."""
+
+ARM_SMOOTHING = 0.15
+"""Minimum weight of the newest stretch in the average of an arm's gain (higher at first, see `ArmGains.learn`)."""
+
+ARM_MARGIN = 0.03
+"""Drafting continues if it loses less than this: text that repeats may begin at any time."""
+
+Arm = Literal["drafting", "plain"]
+
+
+class ArmGains:
+    """What is known about drafting and plain decoding at one batch size and in one execution mode, kept across calls.
+
+    *Gain*: tokens per second, relative to those of plain steps as the cost model expects them. The relation makes
+    stretches comparable although texts grow and rows leave.
+
+    Attributes:
+        gains: Moving average of each arm's gain; at first, plain decoding has 1 and drafting is unknown.
+        pause: Plain steps of the next stretch of plain decoding.
+        plain_steps: Plain steps left until drafting is tried again; 0 during a stretch of drafting.
+    """
+
+    def __init__(self) -> None:
+        self.gains: dict[Arm, float | None] = {"drafting": None, "plain": 1.0}
+        self.pause, self.plain_steps = STRETCH_STEPS, 0
+        self._stretches: dict[Arm, int] = {"drafting": 0, "plain": 1}
+
+    def learn(self, arm: Arm, gain: float) -> None:
+        """Add a stretch to the average gain of an arm: the arithmetic mean at first, then a moving average.
+
+        Gains below 1 / `MAX_SURPRISE` count as that: other load has slowed the stretch down.
+        """
+        known, gain = self.gains[arm], max(gain, 1 / MAX_SURPRISE)
+        self._stretches[arm] += 1
+        weight = max(ARM_SMOOTHING, 1 / self._stretches[arm])
+        self.gains[arm] = gain if known is None else known + weight * (gain - known)
+
+
+class Arms:
+    """The arm of each step of one generation: a two-armed bandit over the speed that each arm has really reached.
+
+    What the cost model leaves out (querying, bookkeeping, other load) counts here. Steps are grouped into stretches of
+    one arm. While plain decoding wins, drafting is tried again after pauses that double.
+
+    Args:
+        known: What earlier calls have learned; updated.
+    """
+
+    def __init__(self, known: ArmGains) -> None:
+        self._known = known
+        self._steps = 0  # of this stretch
+        self._progress = self._seconds = 0.0  # of this stretch
+
+    @property
+    def arm(self) -> Arm:
+        """The arm of the next step."""
+        return "plain" if self._known.plain_steps else "drafting"
+
+    def observe(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Count a step of the current arm; at the end of a stretch, choose the next arm.
+
+        Args:
+            tokens: Tokens emitted per row that took part.
+            seconds: Duration of the step, drafting included.
+            plain_seconds: Expected duration of a plain step of the same rows.
+        """
+        known, arm = self._known, self.arm
+        self._progress += tokens * plain_seconds
+        self._seconds += seconds
+        self._steps += 1
+        if arm == "plain":
+            known.plain_steps = max(known.plain_steps - 1, 0)  # another thread may share what is known
+            if known.plain_steps:
+                return
+            known.pause = min(2 * known.pause, MAX_PLAIN_STEPS)
+        elif self._steps < STRETCH_STEPS:
+            return
+        if self._seconds:
+            known.learn(arm, self._progress / self._seconds)
+        self._steps, self._progress, self._seconds = 0, 0.0, 0.0
+        if arm == "drafting":
+            drafting, plain = known.gains["drafting"], known.gains["plain"]
+            if drafting is not None and plain and drafting < (1 - ARM_MARGIN) * plain:
+                known.plain_steps = known.pause
+            else:
+                known.pause = STRETCH_STEPS

@@ -58,10 +58,9 @@ class ChainStep:
         weights = _Weights(*self.weights)
         biases = _Weights(*(-1 if bias is None else bias for bias in self.biases))
         residual = -1 if self.residual is None else self.residual
-        return _StepFields(
-            len(self.sizes), self.k, self.x, place, residual, weights, biases, _Weights(*self.sizes), self.activation,
-            self.is_wide, self.early, self.eps,
-        )  # fmt: skip
+        places = self.x, place, residual, weights, biases
+        options = self.activation, self.is_wide, self.early, self.eps
+        return _StepFields(len(self.sizes), self.k, *places, _Weights(*self.sizes), *options)
 
     def run(self, values: Sequence[Tensor]) -> Tensor:
         """Return the result, given the values of all places before."""
@@ -187,9 +186,8 @@ def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
         is_wide = weight.meta["val"].dtype == torch.float32
         return ChainStep(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
     weights, biases, activation, *rest = node.args[1:]
-    return ChainStep(
-        places[x], tuple(places[weight] for weight in weights), k, size,
-        tuple(None if bias is None else places[bias] for bias in biases),
-        tuple(len(weight.meta["val"]) for weight in weights), activation,
-        next((places[residual] for residual in rest if residual is not None), None),
-    )  # fmt: skip
+    residual = next((places[one] for one in rest if one is not None), None)
+    of_weights = tuple(places[weight] for weight in weights)
+    of_biases = tuple(None if bias is None else places[bias] for bias in biases)
+    sizes = tuple(len(weight.meta["val"]) for weight in weights)
+    return ChainStep(places[x], of_weights, k, size, of_biases, sizes, activation, residual)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdec.cpu.operations import functions_for
+from hf_specdec.cpu.operations import addresses, functions_for
 
 KINDS = {"vanilla": 0, "gated": 1, "rnn": 2}
 """Types of Markov heads, and their numbers in `blocks.h`."""
@@ -82,16 +82,11 @@ def grow_corrected(
     slots = states if packed.slot is None else functional.linear(hidden.float(), packed.slot, packed.bias)
     tokens, parents = (roots.new_empty(batch_size, nodes) for _ in range(2))
     edges = slots.new_empty(batch_size, nodes)
+    lengths = batch_size, depths, size, *packed.embeddings.shape, KINDS[packed.kind], nodes, steps, width, least
+    given = addresses(logits, packed.embeddings, slots, packed.inner, packed.outputs, hot, roots, states)
     count = functions_for(logits.dtype).grow(
-        ctypes.byref(
-            _Sizes(
-                batch_size, depths, size, *packed.embeddings.shape, KINDS[packed.kind], nodes, steps, width, least
-            )
-        ),
-        logits.data_ptr(), packed.embeddings.data_ptr(), slots.data_ptr(), packed.inner.data_ptr(),
-        packed.outputs.data_ptr(), None if hot is None else hot.data_ptr(), roots.data_ptr(), states.data_ptr(),
-        tokens.data_ptr(), parents.data_ptr(), edges.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        ctypes.byref(_Sizes(*lengths)), *given, *addresses(tokens, parents, edges), torch.get_num_threads()
+    )
     if not count:
         raise IndexError(
             f"A tree grows from a token that is not among the {len(packed.embeddings)} tokens of the vocabulary; its "

@@ -82,6 +82,11 @@ def functions_for(dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Return where tensors begin, for the library; None for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> int:
     if status < 0 and name.startswith("attend"):
         raise CacheCapacityError(
@@ -128,17 +133,13 @@ def linear(
     if rows > widest_rows(x.dtype):
         y = wide_linear(x, weights, biases, activation)
         return y if residual is None else y + residual
-    *arrays, size = _arrays(
-        tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights]),
-        tuple([None if bias is None else bias.data_ptr() for bias in biases]),
-        activation != NO_ACTIVATION,
-    )
+    begins = tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights])
+    *arrays, size = _arrays(begins, tuple(addresses(*biases)), activation != NO_ACTIVATION)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y = x.new_empty(*x.shape[:-1], size)
     if rows:
-        added = None if residual is None else residual.data_ptr()
         functions_for(x.dtype).multiply(
-            x.data_ptr(), rows, k, *arrays, activation, added, y.data_ptr(), torch.get_num_threads()
+            x.data_ptr(), rows, k, *arrays, activation, *addresses(residual, y), torch.get_num_threads()
         )
     return y
 
@@ -150,9 +151,9 @@ def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...]
     Weights are given as address and number of rows, biases as addresses.
     """
     count, sizes = len(weights), [size for _, size in weights]
-    addresses = (_Pointer * count)(*[address for address, _ in weights])
+    begins = (_Pointer * count)(*[address for address, _ in weights])
     size = sizes[0] if gated else sum(sizes)
-    return addresses, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
+    return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
 _widest: dict[torch.dtype, int] = {}
@@ -245,11 +246,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
         early: Round to the dtype of x before multiplying with the weight, as Llama does; Gemma rounds afterwards.
     """
     x, weight, k = x.contiguous(), weight.contiguous(), x.shape[-1]
-    y = torch.empty_like(x)
+    y, is_wide = torch.empty_like(x), weight.dtype == torch.float32
     functions_for(x.dtype).normalize(
-        x.data_ptr(), x.numel() // k, k, weight.data_ptr(), weight.dtype == torch.float32, eps, early, y.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+        x.data_ptr(), x.numel() // k, k, weight.data_ptr(), is_wide, eps, early, y.data_ptr(), torch.get_num_threads()
+    )
     return y
 
 
@@ -264,10 +264,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     y = x.new_empty(x.shape)
-    functions_for(x.dtype).rotate(
-        x.data_ptr(), (_Long * 4)(*x.shape), (_Long * 4)(*x.stride()), cos.data_ptr(), sin.data_ptr(),
-        _batch_stride(cos), y.data_ptr(),
-    )  # fmt: skip
+    layout = (_Long * 4)(*x.shape), (_Long * 4)(*x.stride())
+    functions_for(x.dtype).rotate(x.data_ptr(), *layout, *addresses(cos, sin), _batch_stride(cos), y.data_ptr())
     return y
 
 
@@ -295,10 +293,10 @@ def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> t
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     log_probs = logits.new_empty((*logits.shape[:-1], count) if with_log_probs else 0, dtype=torch.float32)
     ids = logits.new_empty(*logits.shape[:-1], count, dtype=torch.long)
+    results = addresses(log_probs if with_log_probs else None, ids)
     functions_for(logits.dtype).best(
-        rows.data_ptr(), len(rows), size, rows.stride(0), count, log_probs.data_ptr() if with_log_probs else None,
-        ids.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        rows.data_ptr(), len(rows), size, rows.stride(0), count, *results, torch.get_num_threads()
+    )
     return log_probs, ids
 
 
@@ -333,11 +331,9 @@ def attend(
     shape = (*query.shape[:2], key.shape[1], *query.shape[2:], value.shape[3])
     strides = keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3]
     y = query.new_empty(shape[0], shape[3], shape[1], shape[5])
-    functions_for(query.dtype).attend(
-        _attention_sizes(shape, begin, strides, _mask_strides(mask), scale), query.data_ptr(), key.data_ptr(),
-        value.data_ptr(), keys.data_ptr(), values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), scale)
+    tensors = addresses(query, key, value, keys, values, mask, y)
+    functions_for(query.dtype).attend(sizes, *tensors, torch.get_num_threads())
     return y
 
 
@@ -360,11 +356,9 @@ def attend_joined(
     shape = batch, heads, shared, nodes, dim, dim
     strides = keys.stride()[:2], values.stride()[:2], (0, 0, 0), (0, 0, 0)
     y = joined.new_empty(batch, nodes, heads, dim)
-    functions_for(joined.dtype).attend_joined(
-        _attention_sizes(shape, begin, strides, _mask_strides(mask), scale), joined.data_ptr(), cos.data_ptr(),
-        sin.data_ptr(), _batch_stride(cos), keys.data_ptr(), values.data_ptr(),
-        None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), scale)
+    given, stored = addresses(joined, cos, sin), addresses(keys, values, mask, y)
+    functions_for(joined.dtype).attend_joined(sizes, *given, _batch_stride(cos), *stored, torch.get_num_threads())
     return y
 
 

@@ -24,8 +24,8 @@ from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import (
     MAX_OBJECT_BYTES,
+    checked_path,
     open_regular,
-    path_of,
     read_lines_backwards,
     record_of,
     shortened,
@@ -177,7 +177,7 @@ class AnswerHistory:
         Raises:
             InvalidConfigError: The file exists and `overwrite` is False, or it cannot be written.
         """
-        path = path_of(path)
+        path = checked_path(path)
         if path.exists() and not overwrite:
             raise InvalidConfigError(f"{path} exists.", "Give another path, or overwrite=True.")
         with self._lock:
@@ -198,7 +198,7 @@ class AnswerHistory:
             InvalidConfigError: The file cannot be read.
         """
         found: list[tuple[str, list[int]]] = []
-        path = path_of(path)
+        path = checked_path(path)
         with open_regular(path) as file:
             first = file.readline(MAX_OBJECT_BYTES)
             self._check_header(path, record_of(first, f"{path}, line 1") if first else {})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import supports_logits_to_keep
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import execution_device, text_config
@@ -151,4 +151,4 @@ class AssistantReader:
         """Commit the first nodes of a verified chain, whose indices are `path` `[R, P]`, padded with -1."""
         nodes = tuple(tuple(range(count)) for count in self._counts)
         drafted = (chain.num_nodes - 1,) * len(nodes)
-        self._target.commit(chain, Acceptance(path, chain.tokens, chain.tokens[:, -1], nodes, nodes, drafted))
+        self._target.commit(chain, Accepted(path, chain.tokens, chain.tokens[:, -1], nodes, nodes, drafted))

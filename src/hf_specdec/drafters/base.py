@@ -15,16 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.control.merge_policy import StepCostFunction
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import Budget, Draft, StepCostFunction
 from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import PromptPadding, Window
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 
@@ -104,7 +103,7 @@ class DraftSession(ABC):
         """
         self.observe(step)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
         Called only if the accepted tokens are chosen on the device, as on accelerators. After the host
@@ -116,7 +115,7 @@ class DraftSession(ABC):
             budget: The likely budget of the next `propose`.
 
         Returns:
-            Integer tensors `[B, *]` that the host needs; `observe` gets their values in `Acceptance.launched`.
+            Integer tensors `[B, *]` that the host needs; `observe` gets their values in `Accepted.launched`.
         """
         return ()
 

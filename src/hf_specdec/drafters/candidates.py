@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, NamedTuple
 
-from hf_specdec.control.constants import MIN_PATH_PROBABILITY
-from hf_specdec.control.learned_stats import UNKNOWN, Trust, trust_class
-from hf_specdec.control.tree_width import StopRule
+from hf_specdec.control.policy import UNKNOWN, StopRule, Trust, trust_class
 from hf_specdec.trees.tree import ROOT_PARENT
+
+MIN_PATH_PROBABILITY = 0.01
+"""Nodes with a lower estimated path probability are left out of a merged tree."""
 
 
 class Candidate(NamedTuple):

@@ -10,11 +10,11 @@ from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Graphed, Input, width_for
-from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.step import Step
 
 
 def advance_captured(
-    graphed: Graphed, table: RecycledTokens, step: UnreadStep, previous: Tensor, budget: Budget
+    graphed: Graphed, table: RecycledTokens, step: Step, previous: Tensor, budget: Budget
 ) -> tuple[Draft, Tensor] | None:
     """Learn from a step and draft the next tree.
 

@@ -23,7 +23,7 @@ from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import num_embedded_tokens
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 Result = TypeVar("Result")
@@ -170,7 +170,7 @@ class _CheckedSession(DraftSession):
             draft = replace(draft, tree=draft.tree.no_deeper(budget.num_steps))
         return draft
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.heads.stages import Stages
@@ -40,7 +40,7 @@ from hf_specdec.verification.graphs import (
 )
 from hf_specdec.verification.masks import PromptPadding, Window, committed_slots, shifted_padding
 from hf_specdec.verification.memory import bucket_of
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in a head's cache."""
@@ -257,9 +257,9 @@ class FeatureSession(LaunchingSession):
         self._prompt, self._padding = prompt_entries(context, head.feature_layers, limits.window)
         self._constants: tuple[object, tuple[Tensor, Tensor] | None] = (None, None)
 
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         kept, states = step.acceptance, features_of(step).of(self._feature_layers)
-        if isinstance(kept, Acceptance):
+        if kept.is_read:
             nodes: list[range] | None = [range(count) for count in kept.counts]
         else:
             nodes, unread = None, [*([] if self._prompt is None else [self._prompt]), *self._pending]
@@ -270,7 +270,7 @@ class FeatureSession(LaunchingSession):
         path = torch.where(kept.path >= 0, torch.arange(kept.path.shape[1], device=kept.path.device), -1)
         self._pending.append(Entries(_at_path(states, kept.path), kept.tokens.clamp(min=0), path, nodes))
 
-    def _settle(self, acceptance: Acceptance) -> None:
+    def _settle(self, acceptance: Accepted) -> None:
         known = zip(self._known_lengths, acceptance.counts, strict=True)
         self._cache.correct_lengths([length + count for length, count in known])
 
@@ -364,7 +364,7 @@ class FeatureSession(LaunchingSession):
         results = graphs.drafts((rows, bucket.size, *plan.key), grow, *inputs, moves=graphs.memory.moves)
         return _drafted(results, plan)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; with graphs, one graph reads the step and drafts."""
         graphs, functions, plan, kept = self._graphs, self._functions, self._plan(budget), step.acceptance
         (rows, width), num_states = kept.path.shape, step.draft.tree.num_nodes

@@ -2,7 +2,7 @@
 
 *Free sources* are drafters that list candidates at almost no cost (`DraftSession.has_candidates`); they are queried in
 every step. All others are *heads*: a head costs one forward per level and is queried only if queries have paid in
-similar situations (`control/merge_policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
+similar situations (`control/policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.control.learned_stats import LearnedStats
-from hf_specdec.control.merge_policy import MergePolicy
-from hf_specdec.control.tree_width import Width
+from hf_specdec.control.policy import LearnedStats, MergePolicy, Width
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, Candidates, MergedTree, merge
 from hf_specdec.drafters.checked import limits_of, start_session
@@ -29,7 +27,7 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.masks import Window
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 MAX_NODES = 64
@@ -249,7 +247,7 @@ class _HybridSession(DraftSession):
             schedule.time_levels(max(candidates.depth for candidates in answer.candidates), answer.seconds)
         return answer
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch drafts of the heads that are expected to pay; return their trees for the host to read."""
         tensors = list[Tensor]()
         for head in self._heads:

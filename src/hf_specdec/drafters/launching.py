@@ -1,4 +1,4 @@
-"""Base of sessions that can draft before the host has read the previous step, see `acceptance/pipelining.py`."""
+"""Base of sessions that can draft before the host has read the previous step, see `acceptance/accepted.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftSession
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 
 
 class LaunchingSession(DraftSession):
@@ -35,16 +35,16 @@ class LaunchingSession(DraftSession):
         """Draft the next tree. Called only after `_follow` was called with every step so far."""
 
     @abstractmethod
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         """Update the state with the accepted tokens of a step.
 
         Must not wait for the device if the step is unread; `_settle` updates the host's part later.
         """
 
-    def _settle(self, acceptance: Acceptance) -> None:
+    def _settle(self, acceptance: Accepted) -> None:
         """Update the host's part of the state for a step that `launch` got, after the host has read it."""
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Update the state with the step and draft the next tree; return no tensors, because the host needs none."""
         self._follow(step)
         self._roots = step.acceptance.next_token
@@ -73,7 +73,7 @@ class LaunchingSession(DraftSession):
         self._roots = step.acceptance.next_token
 
 
-def features_of(step: Step | UnreadStep) -> Features:
+def features_of(step: Step) -> Features:
     """Return the features of a step's nodes.
 
     Raises:

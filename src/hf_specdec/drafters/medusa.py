@@ -28,7 +28,7 @@ from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.masks import Window
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 24
@@ -172,7 +172,7 @@ class _MedusaSession(LaunchingSession):
             torch.nn.functional.pad(log_probs[tree.depths, :, tree.ranks].T, (1, 0)),
         )
 
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         kept, states = step.acceptance, features_of(step).of((LAST,))
         last = (kept.num_kept - 1).clamp(min=0)[:, None]
         index = kept.path.gather(1, last).clamp(min=0).to(states.device)

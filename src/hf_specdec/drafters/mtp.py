@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.checkpoints.layer_mtp import drops_mtp, target_mtp
+from hf_specdec.checkpoints.mtp_layouts import drops_mtp, target_mtp
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter, LayerFunctions

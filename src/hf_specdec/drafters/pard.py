@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.checkpoints.pard import MASK_FIELDS, PARD_2, PARD_2_HINT, mask_token_in, needs_features
+from hf_specdec.checkpoints.formats import MASK_TOKEN_FIELDS, PARD_2, PARD_2_HINT, mask_token_in, needs_features
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
 from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
@@ -61,7 +61,7 @@ class PardDrafter(DraftModelDrafter):
         if token is None:
             raise DrafterMismatchError(
                 f"The config of this {type(self.assistant).__name__} names no mask token "
-                f"({' or '.join(MASK_FIELDS)}), as those of models trained to draft in parallel do.",
+                f"({' or '.join(MASK_TOKEN_FIELDS)}), as those of models trained to draft in parallel do.",
                 'Use speculative="draft_model", which drafts token by token with any model.',
             )
         size = num_embeddings(self.assistant)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.pipelining import Stopwatch
-from hf_specdec.control.head_schedule import QueryStats
+from hf_specdec.acceptance.accepted import Stopwatch
+from hf_specdec.control.policy import QueryStats
 from hf_specdec.drafters.base import DraftSession
 from hf_specdec.drafters.candidates import DraftedCandidates
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.memory import one_time_work
-from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.step import Step
 
 LOG_PROB_UNIT = 2.0**-20
 """Log-probabilities are sent to the host as integer multiples of this, in the same transfer as the tokens."""
@@ -82,7 +82,7 @@ class Queries:
         usual = source.num_queries > 0 and one_time_work() == before  # the first draft reads the prompt
         return Answer(stats, candidates, time.perf_counter() - begin, usual)
 
-    def launch(self, source: Source, stats: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
+    def launch(self, source: Source, stats: QueryStats, budget: Budget, step: Step) -> list[Tensor]:
         """Launch a head's draft for the next step; return the tensors for the host to read together with this step."""
         before, limits, stopwatch = one_time_work(), _head_budget(source, stats, budget), Stopwatch(self._device)
         with stopwatch:

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from transformers import PreTrainedModel
 
 from hf_specdec.config import AUTO, COMBINED, ENTRY_POINTS, SpeculativeConfig
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter

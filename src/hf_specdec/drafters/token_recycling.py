@@ -29,7 +29,7 @@ from hf_specdec.drafters.captured_recycling import advance_captured
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.records import open_regular, path_of
+from hf_specdec.records import checked_path, open_regular
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
@@ -37,7 +37,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Graphed
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 8
@@ -152,7 +152,7 @@ class TokenRecyclingDrafter(Drafter):
         Raises:
             InvalidConfigError: The drafter was never bound to a model, or the file cannot be written.
         """
-        with whole_file(path_of(path)) as partial:
+        with whole_file(checked_path(path)) as partial:
             save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
 
     def load(self, path: str | Path) -> None:
@@ -164,7 +164,7 @@ class TokenRecyclingDrafter(Drafter):
                 values. The table is then unchanged.
         """
         mine = self._learned().tensors()
-        with open_regular(path_of(path, CheckpointFormatError), CheckpointFormatError) as file:
+        with open_regular(checked_path(path, CheckpointFormatError), CheckpointFormatError) as file:
             header = os.fstat(file.fileno()).st_size - sum(tensor.nbytes for tensor in mine.values())
         if not 0 < header <= MAX_HEADER_BYTES:  # checked before parsing: a header could hold millions of names
             raise CheckpointFormatError(
@@ -224,7 +224,7 @@ class _RecyclingSession(LaunchingSession):
             before = torch.nn.functional.pad(torch.where(valid, ids, -1), (1, -1), value=-1)
             table.write(before, ids, *table.candidates(context.logits), valid)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; if captured, one graph learns from the step and drafts."""
         if self._program is None or budget.is_plain:
             return super().launch(step, budget)
@@ -239,7 +239,7 @@ class _RecyclingSession(LaunchingSession):
     def _draft(self, budget: Budget) -> Draft:
         return recycle(self._table, self._previous, self._roots, growable(budget))
 
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         candidates, kept = self._table.candidates(step.verification.logits), step.acceptance
         self._previous = self._learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,12 +10,12 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hf_specdec.checkpoints.formats import is_head_config, target_name
 from hf_specdec.checkpoints.hub import load_head
-from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
-from hf_specdec.checkpoints.sources import is_connection_error
-from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
-from hf_specdec.generation.assistant_loading import assistant_config
+from hf_specdec.checkpoints.medusa_layouts import WHOLE_MODELS
+from hf_specdec.checkpoints.sources import CONNECT, EXPECTED_MODEL, is_connection_error, refuse_foreign_kernels
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, translated
+from hf_specdec.generation.head_loading import assistant_config, opened
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
@@ -70,7 +69,7 @@ class AutoSpeculativeModelForCausalLM:
         shared = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         named = {name: kwargs[name] for name in HEAD_OPTIONS if name in kwargs}
         head, named_by = None, None
-        if drafter is not None and assistant_config(drafter, shared) is None:
+        if drafter is not None and assistant_config(opened(drafter, shared)) is None:
             head = load_head(drafter, **shared)
         elif drafter is None:
             with _translate_errors(name_or_path, named_by):
@@ -172,26 +171,18 @@ def _is_hub_id(name: Any) -> bool:
     return True
 
 
-@contextmanager
-def _translate_errors(name: Any, head: Any) -> Iterator[None]:
-    """Context manager that converts `OSError` and `ValueError` of its block to `CheckpointFormatError`.
-
-    transformers and the Hub client raise them. Errors of this package pass unchanged.
+def _translate_errors(name: Any, head: Any) -> AbstractContextManager[None]:
+    """Convert the errors that transformers and the Hub client raise if a model cannot be loaded.
 
     Args:
         name: The model's path or Hub id.
         head: The head that names the model; None if the user named it.
-
-    Raises:
-        CheckpointFormatError: The model cannot be loaded, for example because it is missing or access is denied.
     """
-    try:
-        yield
-    except SpeculativeDecodingError:
-        raise
-    except (OSError, ValueError) as error:
-        named = "" if head is None else f", which the head {head} names,"
-        raise CheckpointFormatError(
-            f"The model {str(name)!r}{named} cannot be loaded: {first_sentence(error)}",
-            (CONNECT if is_connection_error(error) else EXPECTED_MODEL) if head is None else _name_it(head),
-        ) from error
+    named = "" if head is None else f", which the head {head} names,"
+    return translated(
+        CheckpointFormatError,
+        f"The model {str(name)!r}{named} cannot be loaded",
+        lambda error: _name_it(head) if head is not None
+        else CONNECT if is_connection_error(error) else EXPECTED_MODEL,
+        (OSError, ValueError),
+    )  # fmt: skip

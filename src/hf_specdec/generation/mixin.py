@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -16,20 +17,19 @@ from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.generation import stored_default
-from hf_specdec.generation.call import request_of
-from hf_specdec.generation.class_swap import swap_in, swap_out
+from hf_specdec.generation.call import Request, warm_up
+from hf_specdec.generation.checks import check_batch_arguments
 from hf_specdec.generation.head_loading import head_drafter
-from hf_specdec.generation.histories import answer_history
-from hf_specdec.generation.hooks import GenerationHooks
+from hf_specdec.generation.hooks import STORED_DEFAULT, GenerationHooks, extends, swap_in, swap_out
 from hf_specdec.generation.model_programs import release_programs
-from hf_specdec.generation.plan import warm_up
-from hf_specdec.generation.signature import STORED_DEFAULT, extends
-from hf_specdec.generation.state import SWAP, add_drafter, state_of
+from hf_specdec.generation.state import SWAP, add_drafter, answer_history, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.transformers_private import is_derived, set_derived
 from hf_specdec.validation import check_type
 from hf_specdec.verification.model import CACHE_FIELD
+
+logger = logging.getLogger(__name__)
 
 AnyModule = TypeVar("AnyModule", bound=Module)
 
@@ -148,7 +148,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
         if kwargs.get("speculative") not in (None, False):
-            kwargs["speculative"] = request_of(args, kwargs)
+            kwargs["speculative"] = Request.of(args, kwargs)
         with SWAP:
             running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
         if running is None:  # detached by another thread since the call began
@@ -292,8 +292,17 @@ class SpeculativeGenerationMixin(GenerationHooks):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, including a default set as `generation_config.speculative`."""
-        with stored_default.storable(self.generation_config):  # type: ignore[attr-defined]
+        config: Any = self.generation_config  # type: ignore[attr-defined]
+        speculative, derived = getattr(config, "speculative", None), is_derived(config)
+        if speculative is not None:
+            config.speculative = SpeculativeConfig.storable(speculative)
+            set_derived(config, False)  # transformers drops unknown fields of a config derived from the model's
+        try:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if speculative is not None:
+                config.speculative = speculative
+                set_derived(config, derived)
 
     @extends(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +316,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         Raises:
             UnsupportedGenerationError: `speculative` or `assistant_model` is given.
         """
-        stored_default.check_batch_arguments(kwargs)
+        check_batch_arguments(kwargs)
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
     @extends(GenerationMixin.init_continuous_batching)
@@ -326,7 +335,13 @@ class SpeculativeGenerationMixin(GenerationHooks):
         Returns:
             transformers' `ContinuousBatchingManager`.
         """
-        stored_default.note_continuous_batching(self, generation_config)
+        used, state = generation_config or self.generation_config, state_of(self)  # type: ignore[attr-defined]
+        if getattr(used, "speculative", None) not in (None, False) and not state.has_noted_batching:
+            state.has_noted_batching = True
+            logger.warning(
+                "Continuous batching decodes without speculation: `speculative` of the generation config has no "
+                "effect."
+            )
         return super().init_continuous_batching(generation_config, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -68,16 +68,22 @@ def current_program(
             name = type(model).__name__
             logger.info("%s has changed since its forward was compiled; the program is dropped.", name)
         known = state.programs.get(mode)
-        if known is not None and known.serves(layers):
+        if known is not None and (known.runner is None or layers <= known.layers):
             return known.runner
         layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
+        name, begin = type(model).__name__, time.perf_counter()
+        if mode == "inductor":
+            logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
         try:
-            runner = _build(model, facts, layers, mode)
+            with without_autocast(execution_device(model)):
+                runner = make_runner(model, facts, layers, mode)
+            if mode != "cuda_graph":
+                seconds = time.perf_counter() - begin
+                logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, seconds)
         except CaptureError as error:
-            name, how = type(model).__name__, "captured" if mode == "cuda_graph" else "compiled"
-            level = (
-                logging.WARNING if requested or mode == "cuda_graph" else logging.INFO
-            )  # without graphs a GPU idles
+            how = "captured" if mode == "cuda_graph" else "compiled"
+            # without graphs a GPU idles
+            level = logging.WARNING if requested or mode == "cuda_graph" else logging.INFO
             logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
             if not error.is_lasting:
                 return None
@@ -164,14 +170,3 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
                 other = drafter
             known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
         return known[1] or drafter
-
-
-def _build(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
-    name, begin = type(model).__name__, time.perf_counter()
-    if mode == "inductor":
-        logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
-    with without_autocast(execution_device(model)):
-        runner = make_runner(model, facts, layers, mode)
-    if mode != "cuda_graph":
-        logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, time.perf_counter() - begin)
-    return runner

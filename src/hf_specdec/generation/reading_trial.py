@@ -12,6 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,20 +20,32 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from hf_specdec.atomic import write_text
-from hf_specdec.errors import InvalidConfigError
-from hf_specdec.generation.trial_texts import TrialText, write_texts
+from hf_specdec.errors import InvalidConfigError, first_sentence
 from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.readings import Reading
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
+from hf_specdec.transformers_private import model_name
 from hf_specdec.verification.features import Features, FeatureTap
 from hf_specdec.verification.model import lm_head_rows, text_config
 
 logger = logging.getLogger(__name__)
 
+PROMPTS = (
+    "What causes the tides of the ocean?",
+    "Write a short letter to a friend about a walk in the mountains.",
+    "Write a Python function that returns the largest number of a list.",
+    "A train leaves at 9:40 and arrives at 12:15. How long does the journey take? Explain each step.",
+    "Give three tips for learning a new language.",
+    "Summarise in two sentences why the Roman Empire declined.",
+)
+"""Questions for chat models."""
+
+TEXT_TOKENS = 48
+"""Tokens of each continuation."""
 DRAFT_STEPS = 6
 """Tokens per draft; more than one, because `norm_output` changes drafts only from the second token on."""
 MIN_GAIN = 0.05
@@ -63,7 +76,7 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
     known = None if kept is None else _read(kept, readings)
     if known is not None:
         return known
-    config, texts = text_config(model), write_texts(model)
+    config, texts = text_config(model), _write_texts(model)
     layers = set()
     for reading in readings:
         head.read_as(reading, config)
@@ -98,12 +111,7 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
 def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, features: Features, logits: Tensor) -> float:
     """Return the expected number of accepted tokens of a draft, averaged over all its positions in the continuation.
 
-    Args:
-        model: The target.
-        head: The head, in the reading to measure.
-        text: A prompt and its continuation, T tokens together.
-        features: The target's hidden states of all T tokens.
-        logits: `[1, T, V]` of the target.
+    `features` and `logits` `[1, T, V]` are the target's, of all T tokens of the text.
     """
     ids, device = head.hot_token_ids, head.device
     probs = logits.float().softmax(-1).to(device)
@@ -124,6 +132,72 @@ def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, feature
         total += float(reached.mean())
         hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
     return total
+
+
+# ----------------------------------------------------------------------------------------------- texts
+
+
+@dataclass(frozen=True, slots=True)
+class TrialText:
+    """A prompt and the target's continuation."""
+
+    token_ids: Tensor  # [1, T]
+    prompt_length: int
+
+
+def _write_texts(model: Any) -> list[TrialText]:
+    """Let a target continue a few prompts by `TEXT_TOKENS` tokens each, and return the texts.
+
+    A chat model whose tokenizer is on this machine answers `PROMPTS` greedily. Any other model samples as many texts
+    from its BOS token (token 0 if it has none or several), with a fixed seed. The random state of the process does not
+    change; the model's generation config is replaced during the call.
+    """
+    encoded = _chat_prompts(model)
+    if encoded is None:
+        first = model.generation_config.bos_token_id
+        begin = first if isinstance(first, int) else 0
+        ids = torch.full((len(PROMPTS), 1), begin, dtype=torch.long, device=model.device)
+        mask = torch.ones_like(ids)
+    else:
+        ids, mask = encoded["input_ids"].to(model.device), encoded["attention_mask"].to(model.device)
+    stored = model.generation_config
+    tokens = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = range(torch.accelerator.device_count()) if accelerator is not None else []
+    with torch.random.fork_rng(devices, device_type="cpu" if accelerator is None else accelerator.type):
+        torch.manual_seed(0)
+        try:
+            model.generation_config = GenerationConfig(**tokens)  # without the user's other settings
+            written = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=encoded is None, speculative=None,
+                max_new_tokens=TEXT_TOKENS, min_new_tokens=TEXT_TOKENS,
+            )  # fmt: skip
+        finally:
+            model.generation_config = stored
+    return [
+        TrialText(row[len(mask_row) - length :][None], length)
+        for row, mask_row, length in zip(written, mask, mask.sum(-1).tolist(), strict=True)
+    ]
+
+
+def _chat_prompts(model: Any) -> Any:
+    """Return `PROMPTS` as left-padded ids and mask `[B, P]`; None without a local tokenizer whose template works."""
+    name = model_name(model.config)
+    if not name:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        if not tokenizer.chat_template:
+            return None
+        tokenizer.padding_side = "left"
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
+            add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
+        )  # fmt: skip
+    except Exception as error:  # tokenizers and templates raise many types; sampled texts serve as well
+        logger.info("Texts are sampled, because the tokenizer of %s cannot be used: %s", name, first_sentence(error))
+        return None
 
 
 # ----------------------------------------------------------------------------------------------- kept results
@@ -163,7 +237,7 @@ def _read(file: Path, readings: Sequence[Reading]) -> Reading | None:
     if not file.is_file():
         return None
     try:
-        chosen = read_object(file).get("reading")
+        chosen = read_json(file).get("reading")
     except InvalidConfigError:
         return None
     return next((reading for reading in readings if str(reading) == chosen), None)

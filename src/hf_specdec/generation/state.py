@@ -9,16 +9,15 @@ import logging
 import threading
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
+from hf_specdec.checkpoints.hub import AdapterFiles, check_target_adapter
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
@@ -27,7 +26,7 @@ from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
@@ -51,31 +50,17 @@ SWAP = threading.Lock()
 """Lock held while a model's original class is restored, and while a generation registers that it runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptProgram:
+ModelState = tuple[Fingerprint, WeightsVersion]
+CostsKey = tuple[Fingerprint, int, str]
+"""Model, batch size and execution mode, which have costs of their own."""
+
+
+class KeptProgram(NamedTuple):
     """A compiled or captured verify forward, with the model state that it was built from."""
 
-    built_from: tuple[Fingerprint, WeightsVersion]
+    built_from: ModelState
     layers: frozenset[int]  # whose hidden states it returns
     runner: Runner | None  # None: not possible for this model
-
-    def is_outdated(self, built_from: tuple[Fingerprint, WeightsVersion]) -> bool:
-        """Whether the model has changed since, except for writes to weights that the program reads in place."""
-        if self.runner is not None and self.runner.copies_weights:
-            return self.built_from != built_from
-        return _is_moved(self.built_from, built_from)
-
-    def may_return(self, weights: WeightsVersion) -> bool:
-        """Whether an outdated program is worth keeping: it holds no memory, and serves once the model's mode returns.
-
-        Programs that copy weights or are captured hold memory.
-        """
-        holds_none = type(self.runner) is CompiledForward and not self.runner.copies_weights
-        return holds_none and self.built_from[1].addresses == weights.addresses
-
-    def serves(self, layers: frozenset[int]) -> bool:
-        """Whether the program returns these hidden states; also True if none is possible, to avoid another attempt."""
-        return self.runner is None or layers <= self.layers
 
 
 class SpeculationState:
@@ -89,11 +74,11 @@ class SpeculationState:
         self.facts: list[TargetFacts] = []  # results of probing the model, latest first
         self.learned = LearnedStats()  # statistics of merged drafting
         # by model state, batch size and execution mode, latest first
-        self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
+        self.costs: list[tuple[CostsKey, StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
         self.spare_programs: list[tuple[ExecutionMode, KeptProgram]] = []  # for other modes of the model, latest first
         # what programs and compiled drafters were last compared with
-        self.compared: tuple[Fingerprint, WeightsVersion] | None = None
+        self.compared: ModelState | None = None
         self.weights: WeightsVersion | None = None  # of the last call
         # calls without a program, see `kernels_pay`: their number, seconds, forwards and seconds in forwards
         self.eager_calls, self.eager_seconds, self.eager_forwards, self.eager_step_seconds = 0, 0.0, 0, 0.0
@@ -103,16 +88,15 @@ class SpeculationState:
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
-        self.has_noted_batching = False  # see `note_continuous_batching`
+        self.has_noted_batching = False
         self.last: SpeculationStats | None = None
         self.history: AnswerHistory | None = None  # created when first used
         self._threads: Counter[int] = Counter()  # running generations by thread
 
     def running(self) -> ExitStack:
-        """Register a generation of this thread; return a context manager that ends the registration."""
-        thread = threading.get_ident()
+        """Register a generation of this thread at once; return a context manager that ends the registration."""
+        thread, stack = threading.get_ident(), ExitStack()
         self._threads[thread] += 1
-        stack = ExitStack()
         stack.callback(self._threads.subtract, (thread,))
         return stack
 
@@ -121,23 +105,25 @@ class SpeculationState:
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
-    def drop_outdated(self, now: tuple[Fingerprint, WeightsVersion]) -> bool:
-        """Drop outdated programs and compiled drafters; set programs aside that serve another mode of the model.
+    def drop_outdated(self, now: ModelState) -> bool:
+        """Drop outdated programs and compiled drafters; return whether a program was dropped.
+
+        Programs that read weights in place stay valid if weights are written to. Outdated programs that hold no memory
+        are set aside: they serve again once the model returns to its earlier mode.
 
         Args:
             now: The model's current state.
-
-        Returns:
-            Whether a program was dropped.
         """
         if self.compared == now:
             return False
         known = [*self.programs.items(), *self.spare_programs]
         self.programs, self.spare_programs, dropped = {}, [], False
         for mode, kept in known:
-            if not kept.is_outdated(now):
+            copies = kept.runner is not None and kept.runner.copies_weights
+            holds_memory = copies or type(kept.runner) is not CompiledForward
+            if kept.built_from == now or not (copies or _is_moved(kept.built_from, now)):
                 self.programs.setdefault(mode, kept)
-            elif kept.may_return(now[1]):
+            elif not holds_memory and kept.built_from[1].addresses == now[1].addresses:
                 self.spare_programs = [*self.spare_programs, (mode, kept)][:KEPT_FACTS]
             else:
                 dropped = True
@@ -172,6 +158,11 @@ class SpeculationState:
             self.eager_forwards += stats.num_target_forwards
             self.eager_step_seconds += stats.verify_seconds
 
+    def keep_costs(self, key: CostsKey, costs: StepCosts) -> None:
+        """Keep costs as the latest, instead of narrower ones of the same key."""
+        others = [entry for entry in self.costs if entry[0] != key or entry[1].max_width > costs.max_width]
+        self.costs = [(key, costs), *others][:KEPT_COSTS]
+
     def state_dict(self) -> Any:
         """Return a copy of what merged drafting and the drafters have learned from calls."""
         drafters = {**self.made, **self.drafters}
@@ -186,20 +177,25 @@ class SpeculationState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
-        return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
-                "weights": None, "has_noted_batching": False, "rule": None, "eager_calls": 0, "eager_seconds": 0.0,
-                "eager_forwards": 0, "eager_step_seconds": 0.0,
-                "kernels_have_paid": False, "history": None}  # fmt: skip
+        return {"drafters": self.drafters, "last": self.last}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
+        SpeculationState.__init__(self)
+        self.__dict__.update(values)
 
 
 def state_of(model: Any) -> SpeculationState:
     """Return the model's `SpeculationState`; add one if it has none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
+
+
+def answer_history(model: PreTrainedModel) -> AnswerHistory:
+    """Return the history of the model's answers; create an empty one if it has none."""
+    state = state_of(model)
+    if state.history is None:
+        state.history = AnswerHistory(vocab_size=num_embedded_tokens(model))
+    return state.history
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:
@@ -277,16 +273,15 @@ def current_costs(
     for known, costs in state.costs:
         if known == key and costs.covers(widest, rows):
             return costs
-    fingerprint, _, mode = key
     others = [
-        (size, costs)
-        for (its_model, size, its_mode), costs in state.costs
-        if (its_model, its_mode) == (fingerprint, mode) and size != rows and costs.is_plain_known
+        (known[1], costs)
+        for known, costs in state.costs
+        if (known[0], known[2]) == (key[0], key[2]) and known[1] != rows and costs.is_plain_known
     ]
     nearest = min(others, key=lambda entry: abs(log2(entry[0] / rows)), default=None)
-    return _keep_costs(
-        state, key, StepCosts.expected(execution_device(model), rows=rows, widest=widest, known=nearest)
-    )
+    costs = StepCosts.expected(execution_device(model), rows=rows, widest=widest, known=nearest)
+    state.keep_costs(key, costs)
+    return costs
 
 
 def measure_costs(
@@ -300,24 +295,16 @@ def measure_costs(
     """
     if not current_costs(model, facts, rows=rows, widest=widest, runner=runner).is_plain_known:
         costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
-        _keep_costs(state_of(model), _costs_key(model, facts, rows, runner), costs)
+        state_of(model).keep_costs(_costs_key(model, facts, rows, runner), costs)
 
 
-def _costs_key(
-    model: PreTrainedModel, facts: TargetFacts, rows: int, runner: Runner | None
-) -> tuple[Fingerprint, int, str]:
+def _costs_key(model: PreTrainedModel, facts: TargetFacts, rows: int, runner: Runner | None) -> CostsKey:
     programs = state_of(model).programs
     mode = next((mode for mode, kept in programs.items() if kept.runner is runner is not None), "none")
     return facts.fingerprint, rows, mode
 
 
-def _keep_costs(state: SpeculationState, key: tuple[Fingerprint, int, str], costs: StepCosts) -> StepCosts:
-    others = [entry for entry in state.costs if entry[0] != key or entry[1].max_width > costs.max_width]
-    state.costs = [(key, costs), *others][:KEPT_COSTS]
-    return costs
-
-
-def _is_moved(before: tuple[Fingerprint, WeightsVersion], now: tuple[Fingerprint, WeightsVersion]) -> bool:
+def _is_moved(before: ModelState, now: ModelState) -> bool:
     """Whether a model has changed, except for writes to its weights."""
     return before[0] != now[0] or before[1].addresses != now[1].addresses
 
@@ -326,7 +313,7 @@ def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
     check_drafter(drafter)
     adapter = getattr(getattr(drafter, "head", None), "adapter", None)
     if isinstance(adapter, AdapterFiles):
-        check_adapter(model, adapter)
+        check_target_adapter(model, adapter)
     with persistent_tensors():
         drafter.bind(model)
     check_features(model, drafter.needs.feature_layers)

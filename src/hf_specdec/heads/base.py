@@ -22,9 +22,10 @@ from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
 from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.readings import Ambiguity, Reading
-from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
+from hf_specdec.heads.schema import NEUTRAL, checked
 from hf_specdec.heads.vocabulary import HotTokens
-from hf_specdec.records import path_of
+from hf_specdec.records import checked_path, shortened
+from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
 
 NATIVE_LAYOUT = "hf-specdec"
@@ -78,7 +79,9 @@ class CheckedConfig:
         """
         for name, neutral in NEUTRAL.items():
             if config_dict.get(name) not in neutral:
-                raise InvalidConfigError(f"`{name}` is {shown(config_dict[name])}, which draft heads do not support.")
+                raise InvalidConfigError(
+                    f"`{name}` is {shortened(config_dict[name])}, which draft heads do not support."
+                )
         fields, rope = checked(config_dict, cls.rules), config_dict.get("rope_parameters")
         partial = config_dict.get("partial_rotary_factor")
         if partial is not None and "rope_parameters" in cls.rules:
@@ -99,7 +102,7 @@ class DraftHead(HotTokens, PreTrainedModel):
         layout: Layout of the checkpoint that it was read from, such as `"eagle3"` or `"speculators-eagle3"`.
         ambiguity: Possible interpretations of the files of an EAGLE-3 head in a layout other than ours; else None.
         reading: The interpretation chosen for an ambiguous head; None until one is chosen.
-        adapter: The adapter of the target with which it was trained (`checkpoints.adapters.AdapterFiles`), or None.
+        adapter: The adapter of the target with which it was trained (`checkpoints.hub.AdapterFiles`), or None.
     """
 
     base_model_prefix = ""
@@ -182,7 +185,7 @@ class DraftHead(HotTokens, PreTrainedModel):
         Raises:
             InvalidConfigError: `save_directory` is a file, or cannot be written.
         """
-        folder = path_of(save_directory)
+        folder = checked_path(save_directory)
         repo_id = kwargs.pop("repo_id", None) or folder.name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         is_main = kwargs.get("is_main_process", True)

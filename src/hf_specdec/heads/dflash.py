@@ -22,7 +22,8 @@ from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import DFLASH, Rule
+from hf_specdec.heads.schema import DFLASH
+from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -22,9 +22,9 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
+from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, checked
 from hf_specdec.transformers_private import model_name
-from hf_specdec.validation import check_names
+from hf_specdec.validation import Rule, check_known
 
 
 class EagleConfig(CheckedConfig, LlamaConfig):
@@ -90,7 +90,7 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         """
         general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
         own = [field.name for field in dataclasses.fields(cls) if field.name not in general]
-        check_names(cls.__name__, overrides, own)
+        check_known(cls.__name__, overrides, own)
         checked(overrides, cls.rules)
         text = target_config.get_text_config()
         shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",

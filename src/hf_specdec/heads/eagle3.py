@@ -21,7 +21,8 @@ from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.readings import Reading
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import EAGLE3, Rule
+from hf_specdec.heads.schema import EAGLE3
+from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors

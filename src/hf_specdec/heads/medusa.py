@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
-from hf_specdec.heads.schema import MEDUSA, Rule, checked
+from hf_specdec.heads.schema import MEDUSA, checked
 from hf_specdec.transformers_private import model_name
-from hf_specdec.validation import check_names
+from hf_specdec.validation import Rule, check_known
 
 
 class MedusaConfig(CheckedConfig, PreTrainedConfig):
@@ -75,7 +75,7 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
         Raises:
             InvalidConfigError: A field is unknown or a value is invalid.
         """
-        check_names(cls.__name__, overrides, list(inspect.signature(cls).parameters)[:-1])
+        check_known(cls.__name__, overrides, list(inspect.signature(cls).parameters)[:-1])
         checked(overrides, cls.rules)
         text = target_config.get_text_config()
         fields = {

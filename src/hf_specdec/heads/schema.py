@@ -7,15 +7,25 @@ not a bool.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.activations import ACT2FN
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.validation import MAX_NODES, MAX_STEPS, MAX_TOP_K, validate_choices
+from hf_specdec.validation import (
+    MAX_NODES,
+    MAX_STEPS,
+    MAX_TOP_K,
+    TRUTH,
+    Rule,
+    integer,
+    is_number,
+    list_of,
+    number,
+    one_of,
+    validate_choices,
+)
 
 MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
 MAX_POSITIONS = 2**31 - 1
@@ -30,65 +40,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 """Types of rotary positions that draft layers support."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The allowed values of a field."""
-
-    expected: str  # description for error messages
-    holds: Callable[[Any], bool]
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise `InvalidConfigError` unless the value is allowed."""
-        if not self.holds(value):
-            raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shown(value)}.")
-
-
-def shown(value: Any) -> str:
-    """Return the repr of a value for an error message, shortened to 80 characters."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
-
-
-def integer(least: int, most: int) -> Rule:
-    """Return a rule that allows integers within bounds, both included."""
-    return Rule(f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most)
-
-
-def number(least: float, most: float) -> Rule:
-    """Return a rule that allows finite numbers within bounds, both included."""
-    return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
-
-
-def one_of(*choices: str) -> Rule:
-    """Return a rule that allows one of several strings."""
-    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
-
-
-def optional(rule: Rule) -> Rule:
-    """Return a rule that allows null in addition to what `rule` allows."""
-    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
-
-
-def list_of(rule: Rule, most: int) -> Rule:
-    """Return a rule that allows lists of 1 to `most` entries, each allowed by `rule`."""
-    return Rule(
-        f"a list of 1 to {most} entries, each {rule.expected}",
-        lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
-    )
-
-
-TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule(f"text of at most {MAX_TEXT} characters", lambda value: isinstance(value, str) and len(value) <= MAX_TEXT)
 TOKEN = integer(0, MAX_VOCABULARY)
 DTYPE = one_of("float32", "float64", "float16", "bfloat16")
@@ -116,7 +67,7 @@ TREE = Rule(
 
 def _are_facts(value: Any) -> bool:
     def plain(entry: Any) -> bool:
-        return entry is None or isinstance(entry, bool) or _is_number(entry) or TEXT.holds(entry)
+        return entry is None or isinstance(entry, bool) or is_number(entry) or TEXT.holds(entry)
 
     def holds(entry: Any) -> bool:
         return plain(entry) or (isinstance(entry, list) and len(entry) <= MAX_FACTS and all(map(plain, entry)))
@@ -308,9 +259,9 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     if given.get("head_dim", 2) % 2:
         raise InvalidConfigError(f"`head_dim` must be even, got {given['head_dim']}.")
     top_k, steps = given.get("top_k", 1), given.get("num_steps", 1)
-    if top_k + (steps - 1) * top_k**2 > MAX_CANDIDATES:
+    if top_k + (steps - 1) * top_k**2 > _MAX_CANDIDATES:
         raise InvalidConfigError(
-            f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {MAX_CANDIDATES} candidates."
+            f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {_MAX_CANDIDATES} candidates."
         )
     return known
 
@@ -320,5 +271,5 @@ def _listed(value: Any) -> Any:
     return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-MAX_CANDIDATES = 2**20
+_MAX_CANDIDATES = 2**20
 """Maximum number of candidates of one tree, before it is pruned to `num_draft_tokens`."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import open_regular, path_of, shortened
+from hf_specdec.records import checked_path, open_regular, shortened
 from hf_specdec.training.data import Message, Prompt, datasets_package, num_shared, rendered
 from hf_specdec.training.objectives import check_settings
 from hf_specdec.training.progress import ticking
@@ -154,7 +154,7 @@ def distill(
         "temperatures": list(config.temperatures),
         "prompts": hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16],
     }
-    folder, state = path_of(output_dir), processes()
+    folder, state = checked_path(output_dir), processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
             _claim(folder, {**settings, **teacher.facts()})

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import Fields, open_regular, path_of
+from hf_specdec.records import Fields, checked_path, open_regular
 from hf_specdec.training.data import TOKEN_ID_LIMIT, Conversation, check_tokens, opening_mask
 from hf_specdec.training.progress import ticking
 from hf_specdec.training.run_setup import processes, read_state
@@ -77,7 +77,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, folder: str | Path, answer_tokens: int = 0) -> None:
-        self.folder, self.answer_tokens = path_of(folder), answer_tokens
+        self.folder, self.answer_tokens = checked_path(folder), answer_tokens
         if not (self.folder / INDEX).is_file():
             raise InvalidConfigError(
                 f"{self.folder} holds no captured features: it has no {INDEX}.", "capture_features(...) writes them."
@@ -270,7 +270,7 @@ def capture_features(
             f"got {len(conversations)} conversations and layers {list(layers)}."
         )
     check_tokens(conversations, int(text_config(model).vocab_size))
-    folder, state = path_of(folder), processes()
+    folder, state = checked_path(folder), processes()
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
     content = json.dumps([(conversation.input_ids, conversation.loss_mask) for conversation in ordered])

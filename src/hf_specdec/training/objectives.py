@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.training.run_setup import check_number
-from hf_specdec.validation import MAX_STEPS, check_names
+from hf_specdec.validation import MAX_STEPS, check_known
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 
@@ -64,7 +64,7 @@ class Recipe:
         Raises:
             InvalidConfigError: A field is unknown, or a value has the wrong type or is out of range.
         """
-        check_names(f"The recipe {type(self).__name__}", fields, list(asdict(self)))
+        check_known(f"The recipe {type(self).__name__}", fields, list(asdict(self)))
         return replace(self, **fields)
 
 

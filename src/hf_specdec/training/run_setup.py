@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import TrainerState, TrainingArguments
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.records import Fields, read_object, shortened
+from hf_specdec.records import Fields, read_json, shortened
 from hf_specdec.validation import is_integer, is_number
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def head_arguments(
                     f"got {shortened(value)}."
                 )
             if isinstance(value, str) and not value.lstrip().startswith("{"):
-                read_object(Path(value))
+                read_json(Path(value))
     try:
         arguments = TrainingArguments(**given)
     except Exception as error:  # transformers validates only some arguments; others raise exceptions of any class
@@ -187,7 +187,7 @@ def run_facts(head: Any, recipe: Any, lengths: Iterable[int]) -> dict[str, Any]:
 def read_state(path: Path, folder: Path) -> Fields:
     """Read a JSON file that a run needs to resume; an error suggests deleting `folder`."""
     try:
-        return read_object(path, MAX_STATE_BYTES)
+        return read_json(path, MAX_STATE_BYTES)
     except InvalidConfigError as error:
         raise InvalidConfigError(str(error), f"Delete {folder} to start over, or give another directory.") from error
 
@@ -279,7 +279,7 @@ def _fault_of(checkpoint: Path) -> str | None:
     if not path.exists():
         return "it is incomplete."
     try:
-        state = TrainerState(**read_object(path, MAX_STATE_BYTES))
+        state = TrainerState(**read_json(path, MAX_STATE_BYTES))
     except InvalidConfigError as error:
         return str(error)
     except Exception as error:  # transformers validates only some fields; others raise exceptions of any class

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hf_specdec.control.costs import draft_seconds, verify_seconds
+from hf_specdec.control.costs import draft_seconds, time_forwards
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.dflash import DFlashHead
@@ -141,7 +141,7 @@ def find_tree(
     drafting: dict[int, float] = {}
     if num_nodes is None:
         sizes = sorted({size for size in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size <= len(grown) + 1})
-        seconds = verify_seconds(model, [1, *sizes], context)
+        seconds = time_forwards(model, [1, *sizes], context)
         forward = draft_seconds(model, head, context)
         drafting = {size: forward * head.num_forwards(max(map(len, grown[: size - 1]))) for size in sizes}
         best = max(sizes, key=lambda size: expected[size] / (seconds[size] + drafting[size]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,6 +62,10 @@ class Budget:
 
 PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)
 """A step that verifies the root alone: plain decoding."""
+
+
+StepCostFunction = Callable[[], tuple[float, ...]]
+"""Function that returns the seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded."""
 
 
 @dataclass(frozen=True, slots=True)

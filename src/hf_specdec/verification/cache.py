@@ -151,9 +151,8 @@ class TreeCache(Cache):
     """
 
     def __init__(
-        self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None = None,
-        store: KeyValueStore | None = None,
-    ) -> None:  # fmt: skip
+        self, layout: CacheLayout, capacity: int, reserve: int | None = None, store: KeyValueStore | None = None
+    ) -> None:
         self.store = KeyValueStore(layout, capacity, reserve) if store is None else store
         super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, settle
-from hf_specdec.acceptance.pipelining import Decision
+from hf_specdec.acceptance.accepted import Accepted
+from hf_specdec.acceptance.paths import settle
 from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -27,7 +27,7 @@ class CapturedGreedy:
     def __init__(self, backend: GraphBackend) -> None:
         self._graphed = Graphed(backend, "Acceptance")
 
-    def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+    def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
         """Return the accepted paths, see `rules.greedy`, for logits `[B, N, V]`.
 
         No graph is used if the host must choose or keep scores (see `Transcript.decides_on`), if scores are processed
@@ -41,9 +41,8 @@ class CapturedGreedy:
         ends, eos = account.ends, account.eos
 
         def accept(tokens: Tensor, parents: Tensor, choices: Tensor, remaining: Tensor) -> Sequence[Tensor]:
-            cut = match(TokenTree(tokens, parents), choices, remaining, eos, ends)
-            decision = cut.decision
-            return [decision.path, decision.tokens, decision.next_token, cut.num_drafted, cut.remaining]
+            kept, num_drafted, remaining = match(TokenTree(tokens, parents), choices, remaining, eos, ends)
+            return [kept.path, kept.tokens, kept.next_token, num_drafted, remaining]
 
         path, tokens, next_token, num_drafted, remaining = self._graphed(
             (rows, width, ends),
@@ -54,6 +53,5 @@ class CapturedGreedy:
             Input(account.remaining),
         )
         longest = tree.depth_bound + 1
-        return settle(
-            Cut(Decision(path[:, :longest], tokens[:, :longest], next_token), num_drafted, remaining), transcript
-        )
+        unread = Accepted(path[:, :longest], tokens[:, :longest], next_token)
+        return settle(unread, num_drafted, remaining, transcript)

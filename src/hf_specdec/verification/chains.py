@@ -1,4 +1,4 @@
-"""Verification of chains, with transformers' own cache, masks and positions: the counterpart of `TreeTarget`."""
+"""Verified of chains, with transformers' own cache, masks and positions: the counterpart of `TreeTarget`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
@@ -110,12 +110,7 @@ def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class ChainTarget(Target):
-    """Target for models that can verify only chains: several steps of plain decoding in one forward.
-
-    Args:
-        model, outputs: See `Target`.
-        cache: Cache of this generation.
-    """
+    """Target for models that can verify only chains: several steps of plain decoding in one forward."""
 
     supports_trees, lockstep = False, True
     cache: ChainCache
@@ -140,7 +135,7 @@ class ChainTarget(Target):
             return draft
         return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Crop the cache to the kept nodes; if this is needed but impossible, restore it and run them again."""
         lengths = self.cache.lengths
         again = self.cache.keep(acceptance.nodes, tree.num_nodes)

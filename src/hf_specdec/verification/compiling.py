@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -125,4 +125,4 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
                     raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
             path = torch.arange(2, device=device).expand(rows, -1)
             host, drafted = ((0, 1),) * rows, (len(parents) - 1,) * rows
-            target.commit(tree, Acceptance(path, nodes[:, :2], nodes[:, 1], host, host, drafted))
+            target.commit(tree, Accepted(path, nodes[:, :2], nodes[:, 1], host, host, drafted))

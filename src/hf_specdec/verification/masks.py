@@ -149,18 +149,23 @@ class TreeInputs:
     all_seen: bool  # whether the tree is a single node that attends to every slot
     ceiling: int | None = None  # see `Positions.of_nodes`
 
-    def masks_and_positions(self) -> tuple[Masks, Tensor]:
-        """Return the masks of the forward, see `tree_masks`, and the position ids `[..., B, N]` of the nodes."""
+    def masks_and_positions(self, known: int = 0) -> tuple[Masks, Tensor]:
+        """Return masks `[B, 1, N, S]` and position ids `[..., B, N]` of all nodes but the first `known`.
+
+        Those nodes are not run again, only attended to.
+        """
         ancestors = self.tree.ancestor_mask()
         masks = tree_masks(self.layout, ancestors, self.lengths, self.start, self.padding, self.dtype)
-        return masks, self.positions.of_nodes(ancestors.sum(-1) - 1, self.lengths, self.ceiling)
+        if isinstance(masks, Tensor):
+            masks = masks[:, :, known:]
+        else:
+            masks = {name: mask[:, :, known:] for name, mask in masks.items()}
+        depths = ancestors[:, known:].sum(-1) - 1
+        return masks, self.positions.of_nodes(depths, self.lengths, self.ceiling)
 
 
 def committed_slots(lengths: Tensor, num_slots: int, padding: PromptPadding | None) -> Tensor:
-    """Return a bool mask `[B, num_slots]` of the slots that hold a committed token.
-
-    Example: lengths [2, 3] and 3 slots, without padding, give rows 110 and 111.
-    """
+    """Return a bool mask `[B, num_slots]` of the slots that hold a committed token."""
     slots = torch.arange(num_slots, device=lengths.device)
     committed = slots < lengths[:, None]
     if padding is not None:
@@ -231,13 +236,6 @@ def _restricted(
             mask = seen & ((queries - first) // size == (keys - first) // size)
         masks[name] = mask[:, None]
     return masks
-
-
-def last_queries(masks: Masks, known: int) -> Masks:
-    """Drop the first `known` query rows of masks `[B, 1, N, S]`: those nodes are not run again, only attended to."""
-    if isinstance(masks, Tensor):
-        return masks[:, :, known:]
-    return {name: mask[:, :, known:] for name, mask in masks.items()}
 
 
 # ----------------------------------------------------------------------------------------------- length bounds
@@ -391,10 +389,8 @@ def token_positions(padding: PromptPadding) -> Tensor:
 class ChosenStates:
     """Hidden states of a prompt at the slots within a window only, collected chunk by chunk.
 
-    Args:
-        window: The window.
-        valid: `[B, P]` bool, True for the prompt's tokens.
-        first_width: Slots of the prompt's first forward: P, or fewer if it is read in chunks.
+    `valid` `[B, P]` is True for the prompt's tokens. Its first forward reads `first_width` slots: fewer than P if it
+    is read in chunks.
     """
 
     def __init__(self, window: Window, valid: Tensor, first_width: int) -> None:

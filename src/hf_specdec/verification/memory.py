@@ -101,7 +101,7 @@ class LayerLayout:
         return cls(keys.shape[1], keys.shape[-1], values.shape[-1], keys.device, (keys.dtype, values.dtype))
 
 
-CacheLayout = tuple[LayerLayout | None, ...]
+CacheLayout = Sequence[LayerLayout | None]
 """One entry per layer of the model; None for a layer that shares another layer's keys and values."""
 
 
@@ -119,21 +119,17 @@ class KeyValueBuffer:
 
     Args:
         num_layers, capacity: n and S.
-        key_states, value_states: `[B, H, T, *]` of a layer, which determine shape and dtype.
-        rows: Rows to allocate, of which the first B are used; None allocates B.
+        states: Keys and values `[B, H, T, *]` of a layer, which determine shapes and dtypes.
+        rows: Rows to allocate, of which the first B are used.
         is_persistent: See `KeyValueStore`.
     """
 
     def __init__(
-        self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor, rows: int | None = None,
-        is_persistent: bool = False,
-    ) -> None:  # fmt: skip
-        self._is_persistent, self._rows = is_persistent, len(key_states)
-        self.layout = LayerLayout.of(key_states, value_states)
-        sizes = num_layers, rows or self._rows, capacity
-        self._memory = tuple(
-            _allocate(like, *sizes, is_persistent=is_persistent) for like in (key_states, value_states)
-        )
+        self, num_layers: int, capacity: int, states: tuple[Tensor, Tensor], rows: int, *, is_persistent: bool
+    ) -> None:
+        self._is_persistent, self._rows, self.layout = is_persistent, len(states[0]), LayerLayout.of(*states)
+        sizes = num_layers, rows, capacity
+        self._memory = tuple(_allocate(like, *sizes, is_persistent=is_persistent) for like in states)
         self.shares = [Share() for _ in range(num_layers)]
         self.num_taken = 0
         self._update_shares()
@@ -242,7 +238,7 @@ class KeyValueStore:
     """
 
     def __init__(
-        self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None, *, is_persistent: bool = False
+        self, layout: CacheLayout, capacity: int, reserve: int | None, *, is_persistent: bool = False
     ) -> None:
         self.layout, self.limit, self.reserve, self._is_persistent = tuple(layout), capacity, reserve, is_persistent
         self.capacity = capacity if reserve is None else 0
@@ -272,22 +268,23 @@ class KeyValueStore:
             for buffer in self.buffers:
                 if buffer.layout == actual and len(buffer.shares) == shared and buffer.num_taken < shared:
                     return buffer.take(rows)
-            buffer = self._new_buffer(shared, key_states, value_states)
+            buffer = self._new_buffer(shared, (key_states, value_states))
         except CacheCapacityError:
             self._close()  # a shorter call may still fit
             raise
         self.buffers.append(buffer)
         return buffer.take(rows)
 
-    def _new_buffer(self, num_layers: int, key_states: Tensor, value_states: Tensor) -> KeyValueBuffer:
-        if not self._is_persistent:
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states)
-        rows = kept_rows(len(key_states))
+    def _new_buffer(self, num_layers: int, states: tuple[Tensor, Tensor]) -> KeyValueBuffer:
+        rows, keeps = len(states[0]), self._is_persistent
         try:
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, rows, is_persistent=True)
-        except CacheCapacityError:  # allocate only what this call needs, without slots for later calls
+            most = kept_rows(rows) if keeps else rows
+            return KeyValueBuffer(num_layers, self.capacity, states, most, is_persistent=keeps)
+        except CacheCapacityError:  # allocate only what this call needs, without slots and rows for later calls
+            if not keeps:
+                raise
             self._move(min(self._needed, self.capacity))
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, is_persistent=True)
+            return KeyValueBuffer(num_layers, self.capacity, states, rows, is_persistent=True)
 
     def _close(self) -> None:
         if not self._is_persistent:

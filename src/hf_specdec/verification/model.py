@@ -67,15 +67,10 @@ def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def lm_head_rows(model: PreTrainedModel, token_ids: Tensor | None) -> nn.Module:
-    """Return the target's lm_head restricted to some tokens.
+    """Return a module from features `[..., D]` to the logits `[..., Vd]` of some tokens `[Vd]`; None: of all.
 
-    Args:
-        model: The target.
-        token_ids: `[Vd]` target ids, or None for all.
-
-    Returns:
-        A module from features `[..., D]` to logits `[..., Vd]`. It computes only these rows if lm_head is a plain
-        linear layer; otherwise (quantised, offloaded, sharded, ...) it computes all logits and selects from them.
+    It computes only these rows of the lm_head if that is a plain linear layer; otherwise (quantised, offloaded,
+    sharded, ...) it computes all logits and selects from them.
     """
     lm_head = model.get_output_embeddings()
     if token_ids is None:

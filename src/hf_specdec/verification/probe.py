@@ -19,10 +19,10 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
@@ -141,9 +141,11 @@ def why_chains_only(model: PreTrainedModel) -> str:
     return f"its layers of type {', '.join(sorted(other))} hold more than keys and values" if other else ""
 
 
-TREE, TREE_PATH = (-1, 0, 0, 1), (0, 2)
+_Tried = Mapping[str, Sequence[int]]
+
+TREE: _Tried = {"parents": (-1, 0, 0, 1), "path": (0, 2)}
 """Parents of the tree that is tried, and the path in it that the plain run has taken; node 1 must not be seen."""
-CHAIN, CHAIN_PATH = (-1, 0, 1, 2), (0, 1, 2)
+CHAIN: _Tried = {"parents": (-1, 0, 1, 2), "path": (0, 1, 2)}
 """The same of the chain."""
 TEXTS = 3
 """Texts that decide in half precision if a first text shows rounding."""
@@ -196,12 +198,11 @@ def _kept_file(model: PreTrainedModel, fingerprint: Fingerprint) -> Path | None:
         or any(map(any, fingerprint.modes))
     ):
         return None
-    facts = [
-        _own_code(), torch.__version__, transformers.__version__, type(model).__module__, type(model).__qualname__,
-        sorted({str(dtype) for _, dtype, _ in tensors}), *devices, attention_name(text_config(model)),
-        multiplies_exactly(execution_device(model)), torch.is_autocast_enabled(model.device.type),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps([*facts, model.config.to_json_string(use_diff=False)], default=str).encode())
+    code = _own_code(), torch.__version__, transformers.__version__, type(model).__module__, type(model).__qualname__
+    settings = attention_name(text_config(model)), model.config.to_json_string(use_diff=False)
+    exact, autocast = multiplies_exactly(execution_device(model)), torch.is_autocast_enabled(model.device.type)
+    facts = [*code, sorted({str(dtype) for _, dtype, _ in tensors}), *devices, *settings, exact, autocast]
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode())
     return Path(constants.HF_HOME) / "hf-specdec" / "verdicts" / f"{digest.hexdigest()[:40]}.json"
 
 
@@ -219,7 +220,7 @@ def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> 
     if not file.is_file():
         return None
     try:
-        kept, layers = read_object(file), list[LayerLayout | None]()
+        kept, layers = read_json(file), list[LayerLayout | None]()
         for entry in kept["layers"] or ():
             layer = None
             if entry is not None:
@@ -246,17 +247,17 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             with attending(plain_attention):
                 return run_plainly(model, num_texts, num_tokens)
 
-        def attempt(new_target: Callable[[], Target], parents: Sequence[int], path: Sequence[int]) -> Target:
-            run = plain(1, len(path))
+        def attempt(new_target: Callable[[], Target], tried: _Tried) -> Target:
+            run = plain(1, len(tried["path"]))
             try:
-                return _probe(new_target(), parents, path, run, None, EXACT if exact else CLOSE)
+                return _probe(new_target(), tried, run, None, EXACT if exact else CLOSE)
             except _CannotVerifyError:
                 if exact:
                     raise
-            run = plain(TEXTS, len(path))
+            run = plain(TEXTS, len(tried["path"]))
             whole = run_whole(model, run.prompt, run.mask, run.answer)
             rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
-            return _probe(new_target(), parents, path, run, rounding, ROUNDING_FACTOR)
+            return _probe(new_target(), tried, run, rounding, ROUNDING_FACTOR)
 
         def new_tree_target(packed: bool) -> Target:
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
@@ -267,7 +268,7 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
-                target = attempt(functools.partial(new_tree_target, packed), TREE, TREE_PATH)
+                target = attempt(functools.partial(new_tree_target, packed), TREE)
                 assert isinstance(target.cache, TreeCache)
                 if not plain_attention.is_asked:
                     unpacked = unpacked or "its layers do not call transformers' attention function"
@@ -276,7 +277,7 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
                 reason = str(failure)
                 unpacked = unpacked or f"with another attention function, {reason}"
         try:
-            attempt(lambda: ChainTarget(model, ChainCache(config)), CHAIN, CHAIN_PATH)
+            attempt(lambda: ChainTarget(model, ChainCache(config)), CHAIN)
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
@@ -286,28 +287,25 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
 
 
 def _probe(
-    target: Target, parents: Sequence[int], path: Sequence[int], plain: PlainRun, rounding: Sequence[Tensor] | None,
-    allowed: float,
-) -> Target:  # fmt: skip
+    target: Target, tried: _Tried, plain: PlainRun, rounding: Sequence[Tensor] | None, allowed: float
+) -> Target:
     """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's; return the target.
 
     A chain's next token is then verified as well, because recurrent layers hold no keys to compare.
 
     Args:
         target: The target to try.
-        parents, path: Parents of the nodes, and the nodes with the plain run's tokens; the others get another token.
+        tried: `TREE` or `CHAIN`; nodes that are not on the path get another token than the plain run's.
         plain: The plain run.
         rounding, allowed: See `_compare`, for each token of the answer.
     """
-    prompt, answer = plain.prompt, plain.answer
+    prompt, answer, parents, path = plain.prompt, plain.answer, tried["parents"], tried["path"]
     nodes = torch.stack([answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(4)], dim=-1)
     tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=nodes.device))
-    kept = tuple(path[:2])
-    rows = (kept,) * len(nodes)
-    acceptance = Acceptance(
-        torch.tensor(rows, dtype=torch.long, device=nodes.device), answer[:, :2], answer[:, -1], rows,
-        ((0, 0),) * len(nodes), (3,) * len(nodes),
-    )  # fmt: skip
+    count = len(nodes)
+    rows = (tuple(path[:2]),) * count
+    kept = torch.tensor(rows, dtype=torch.long, device=nodes.device)
+    acceptance = Accepted(kept, answer[:, :2], answer[:, -1], rows, ((0, 0),) * count, (3,) * count)
     try:
         target.prefill(prompt, GenerationConfig(), first_inputs(target.model, plain.mask, target.cache))
         logits = target.verify(tree).logits

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
@@ -32,7 +32,7 @@ from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, tex
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verified:
     """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1).
 
     Args:
@@ -143,7 +143,7 @@ class Target(ABC):
         """Return the part of a draft that this target can verify."""
 
     @abstractmethod
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row of the verified tree."""
 
     @abstractmethod
@@ -186,8 +186,7 @@ class Target(ABC):
             tree: The whole tree so far; it may have several roots (parent -1), which follow the committed tokens.
             known: Number of its first nodes already appended since the last commit.
         """
-        logits: Tensor = self._run(tree, known).logits
-        return logits
+        return self._run(tree, known).logits
 
     def forget(self) -> None:
         """Discard the nodes appended by `extend`; required before the next verification."""
@@ -213,7 +212,7 @@ class Target(ABC):
     def prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *,
         prompt_logits: bool = False, window: Window | None = None,
-    ) -> Verification:  # fmt: skip
+    ) -> Verified:  # fmt: skip
         """Process the prompt with transformers' own prefill (chunks, embeddings, images) and commit it in every row.
 
         Args:
@@ -274,7 +273,7 @@ class Target(ABC):
             self.padding = self.padding.extended_to(self.cache.start)
         self._inputs = _repeated_inputs(model_kwargs)
         logits = outputs.logits if prompt_logits else outputs.logits[:, -1:]
-        return Verification(logits, self._features(), *self._layers(outputs))
+        return Verified(logits, self._features(), *self._layers(outputs))
 
     def _check_written(self, num_tokens: int, outputs: Any = None) -> None:
         """Check that every layer of the cache holds at least `num_tokens`, committed or not.
@@ -294,12 +293,12 @@ class Target(ABC):
             "Use speculative=None for this text.",
         )
 
-    def verify(self, tree: TokenTree) -> Verification:
+    def verify(self, tree: TokenTree) -> Verified:
         """Run the model over the whole tree; its keys and values are appended to the cache, but not committed."""
         if self._tap is not None:
             self._tap.clear()
         outputs = self._run(tree)
-        return Verification(outputs.logits, self._features(), *self._layers(outputs))
+        return Verified(outputs.logits, self._features(), *self._layers(outputs))
 
     def _step_inputs(self, tokens: Tensor) -> dict[str, Any]:
         """Return the additional inputs of a verify forward over `tokens` `[B, N]`."""

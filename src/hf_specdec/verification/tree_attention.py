@@ -78,16 +78,13 @@ class AttentionContext:
         masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
         all_seen: Layer types whose mask is True everywhere.
         attend: Called by the layers instead of `self.attend`, to trace a forward for compilation.
-
-    Attributes:
-        is_asked: Whether a layer has called transformers' attention function in this context.
     """
 
     def __init__(
         self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
     ) -> None:
         self.masks, self._all_seen = masks, all_seen
-        self.replacement, self.is_asked = attend, False
+        self.replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:

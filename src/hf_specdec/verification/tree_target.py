@@ -11,16 +11,16 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
-from hf_specdec.verification.target import Target, Verification
+from hf_specdec.verification.target import Target, Verified
 from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class TreeTarget(Target):
         """Return the whole draft."""
         return draft
 
-    def prefill(self, *inputs: Any, **options: Any) -> Verification:
+    def prefill(self, *inputs: Any, **options: Any) -> Verified:
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
         return super().prefill(*inputs, **options)
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row, in place."""
         active = self.cache.active
         if active is None:
@@ -181,13 +181,12 @@ class TreeTarget(Target):
                 self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
-        masks, node_positions = inputs.masks_and_positions()
-        masks = last_queries(masks, known)
+        masks, node_positions = inputs.masks_and_positions(known)
         with attending(attention_of(masks, inputs) if self._uses_packed else None):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
-                position_ids=node_positions[..., known:],
+                position_ids=node_positions,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},

@@ -60,20 +60,13 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PlainRun:
-    """A short plain `generate()` with a fixed answer, which other forwards are compared with.
+    """A short plain `generate()` with a fixed answer, which other forwards are compared with."""
 
-    Args:
-        prompt, mask: `[B, P]`; the second half of the rows is padded on the left.
-        answer: `[B, T]` tokens. One is the pad token, if there is one: some models skip it when they count positions.
-        logits: `[B, V]` after each token of the answer.
-        cache: The cache, which holds prompt and answer.
-    """
-
-    prompt: Tensor
-    mask: Tensor
-    answer: Tensor
-    logits: tuple[Tensor, ...]
-    cache: Any
+    prompt: Tensor  # [B, P]
+    mask: Tensor  # [B, P]; the second half of the rows is padded on the left
+    answer: Tensor  # [B, T]; one is the pad token, if there is one: some models skip it when they count positions
+    logits: tuple[Tensor, ...]  # [B, V] after each token of the answer
+    cache: Any  # holds prompt and answer
 
 
 def refusal(model: Any, reason: str, hint: str = "Use plain generate() with this model.") -> UnsupportedModelError:

@@ -1,0 +1,447 @@
+"""What a call may not combine: one table for each moment at which transformers' `generate()` tells more about it.
+
+All refusals come before any work and name the value, the reason and a way out. Behind these checks the arguments of a
+call are only asserted. Nothing here has side effects, except that hooks left behind by PEFT are removed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from hf_specdec.acceptance.processors import is_rowwise
+from hf_specdec.config import COMBINED, PER_PROMPT, SpeculativeConfig
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.checked import is_third_party
+from hf_specdec.errors import (
+    CacheCapacityError,
+    InvalidConfigError,
+    SpeculativeDecodingError,
+    UnsupportedGenerationError,
+)
+from hf_specdec.records import shortened
+from hf_specdec.verification.cache import check_fits, seen_tokens
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
+from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS, Target
+from hf_specdec.verification.trials import drops_cache
+
+KEPT_INPUTS = frozenset({
+    *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",
+    "video_grid_thw", "second_per_grid_ts",
+})  # fmt: skip
+"""Model inputs that speculation supports, because their values for generated tokens are known; any number, string or
+bool is supported as well."""
+
+CHUNKS_CONTINUE_CACHES = Version(transformers.__version__) >= Version("5.23")
+"""Whether transformers' chunked prefill can continue a cache that already holds part of the prompt."""
+
+ROW_ARGUMENTS = frozenset({"adapter_names", "alora_offsets"})
+"""Arguments that PEFT takes off before `generate()` and passes to layers by hooks, with one value for each row."""
+
+KEPT_PREFIX_RULES = ("auto", "greedy", "rejection")
+"""Acceptance rules that call stateful processors only with emitted text, once per token and in order."""
+
+MODE_OPTIONS = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Fields of a generation config that select a generation mode."""
+
+Row = tuple[Any, str, str] | tuple[Any, str, str, type[SpeculativeDecodingError]]
+"""Whether a call is refused, the reason, the way out, and the error (default: `UnsupportedGenerationError`)."""
+
+
+def _refuse(*table: Row) -> None:
+    for applies, reason, way_out, *error in table:
+        if applies:
+            raise (error[0] if error else UnsupportedGenerationError)(reason, way_out)
+
+
+def check_arguments(prompt: Any) -> None:
+    """Refuse a prompt that is text, a list, or a dict that was not unpacked: transformers fails without a reason."""
+    _refuse(
+        (
+            prompt is not None and not isinstance(prompt, Tensor),
+            f"The prompt must be a tensor of token ids, got a {type(prompt).__name__}.",
+            'Call generate(**tokenizer(text, return_tensors="pt"), ...).',
+        ),
+    )
+
+
+def check_batch_arguments(arguments: dict[str, Any]) -> None:
+    """Remove `speculative` and `assistant_model` from the arguments of `generate_batch()`; refuse them if set."""
+    for name in ("speculative", "assistant_model"):
+        _refuse(
+            (
+                arguments.pop(name, None) not in (None, False),
+                f"Continuous batching decodes without speculation, so `{name}` would have no effect.",
+                f"Drop `{name}`, or use generate().",
+            ),
+        )
+
+
+def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Refuse generation modes and options of `generate()`, before anything is known of the drafter."""
+    chunk = config.prefill_chunk_size
+    values = {name: getattr(config, name, None) for name in MODE_OPTIONS}
+    given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, 0, 1)]
+    _refuse(
+        (
+            "synced_gpus" not in mode_kwargs,  # transformers passes a custom loop only the loop's own arguments
+            "`custom_generate` replaces the decoding loop, so `speculative` would have no effect.",
+            "Drop `custom_generate`, or pass speculative=None.",
+        ),
+        (
+            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+            f"`speculative` supports greedy decoding and sampling, not {mode.value.replace('_', ' ')}.",
+            f"Drop `speculative`, or {' and '.join(given) or 'the options that select this mode'}.",
+        ),
+        (
+            chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1),
+            f"`prefill_chunk_size` must be an integer >= 1, got {chunk!r}.",
+            "Use None to process the prompt at once.",
+        ),
+        (config.use_cache is False, "`speculative` needs the KV cache, got use_cache=False.", "Drop one of them."),
+        (
+            config.cache_implementation not in (None, "dynamic", "static"),
+            f"`speculative` does not support cache_implementation={config.cache_implementation!r}.",
+            'Drop it, or use "dynamic" or "static".',
+        ),
+        _static_attentions(config, config.cache_implementation == "static"),
+        (
+            mode_kwargs.get("assistant_model") is not None,  # the mixin takes it if `speculative` is an argument
+            "`assistant_model` is ambiguous if `speculative` is only stored in the generation config.",
+            'Also pass speculative="draft_model", or speculative=None for the assisted generation of transformers.',
+        ),
+        (
+            mode_kwargs.get("assistant_tokenizer") is not None,
+            "`assistant_tokenizer` is given without `assistant_model`.",
+            "Pass both to this call, or drop it; a drafter that was added before has its own tokenizers.",
+            InvalidConfigError,
+        ),
+    )
+
+
+def _static_attentions(config: GenerationConfig, is_static: bool) -> Row:
+    """Transformers returns one column per slot of a static cache, this package only the columns of tokens."""
+    return (
+        is_static and config.return_dict_in_generate and config.output_attentions,
+        "`speculative` does not support `output_attentions` with a static cache.",
+        "Use a dynamic cache.",
+    )
+
+
+def check_assistant(
+    model: Any, tokenizer: Any, assistant_tokenizer: Any, config: SpeculativeConfig, *methods: str
+) -> None:
+    """Refuse an assistant that has no effect or is not loaded, and its tokenizer without that of the model.
+
+    Args:
+        model, tokenizer, assistant_tokenizer, config: Of the call.
+        methods: Names of the methods that draft with an assistant.
+    """
+    assisted, pard = methods
+    _refuse(
+        (
+            config.method not in (*methods, *COMBINED),
+            f"`assistant_model` has no effect with speculative={config.method!r}.",
+            f"Use speculative={assisted!r}, {pard!r}, 'hybrid' or 'auto', or drop it.",
+        ),
+        (
+            not isinstance(model, nn.Module),
+            f"`assistant_model` must be a loaded model, got {shortened(model)}.",
+            "Load it: AutoModelForCausalLM.from_pretrained(...).",
+        ),
+        (
+            config.methods and not {config.method, *config.methods} & {*methods},
+            f"`assistant_model` has no effect with methods={list(config.methods or ())}.",
+            f"Add {assisted!r} to them, or drop it.",
+        ),
+        (
+            assistant_tokenizer is not None and tokenizer is None,
+            "`assistant_tokenizer` is given, but `tokenizer`, that of the model itself, is not.",
+            "Pass both, or neither if they are the same.",
+            InvalidConfigError,
+        ),
+    )
+
+
+def check_attentions(wanted: bool, facts: TargetFacts) -> None:
+    """Refuse attentions of a model that verifies chains only."""
+    _refuse(
+        (
+            wanted and not facts.supports_trees,
+            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
+            "Drop one of them.",
+        ),
+    )
+
+
+def check_config(
+    config: SpeculativeConfig, drafter: Drafter, model: PreTrainedModel, generation_config: GenerationConfig
+) -> None:
+    """Refuse fields of the config that do not suit the drafter, the model or the call's sampling."""
+    device, vocab_size = execution_device(model), text_config(model).vocab_size
+    parts = ", ".join(dict.fromkeys(part.method for part in drafter.parts))
+    do_sample = bool(generation_config.do_sample)
+    _refuse(
+        (
+            config.draft_window is not None and not any(part.has_window for part in drafter.parts),
+            f"`draft_window` applies to EAGLE, MTP and block heads, and {parts} has none; got "
+            f"draft_window={config.draft_window}.",
+            "Leave draft_window None, or use a method with such a head: eagle, mtp, dflash, or auto and hybrid with "
+            "one of them loaded.",
+            InvalidConfigError,
+        ),
+        (
+            config.top_k is not None and config.top_k > vocab_size,
+            f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.",
+            "Use a smaller value.",
+            InvalidConfigError,
+        ),
+        (
+            config.compile == "kernels" and device.type != "cpu",
+            f"compile='kernels' runs on a CPU, but the model is on {device}.",
+            'Use compile="auto" or "inductor".',
+        ),
+        (
+            config.compile == "cuda_graph" and device.type not in GRAPH_BACKENDS,
+            f"compile={config.compile!r} needs a GPU, but the model is on {device}.",
+            'Move the model to a GPU, or use compile="kernels" or "auto".',
+        ),
+        (
+            config.acceptance in (("greedy",) if do_sample else ("rejection", "block")),
+            f"acceptance={config.acceptance!r} cannot be combined with do_sample={do_sample}.",
+            'Use acceptance="auto".',
+        ),
+        (
+            # drafts of third-party drafters are checked when they are verified
+            config.acceptance == "block" and not drafter.samples and not is_third_party(drafter),
+            f"acceptance='block' verifies sampled chains, and {drafter.method!r} does not sample its drafts.",
+            'Use acceptance="auto", which is also lossless, or draft a chain with assistant_model= in a call that '
+            "samples.",
+        ),
+        (
+            drops_cache(model),
+            "Gradient checkpointing in train mode disables the KV cache, which `speculative` needs.",
+            "Call model.eval() or model.gradient_checkpointing_disable() before generating.",
+        ),
+    )
+    _check_peft(model)
+
+
+def _check_peft(model: PreTrainedModel) -> None:
+    """Refuse PEFT adapters that pass a learned prefix as a filled cache (prefix tuning, cartridges) or vary by row."""
+    wrapper = getattr(model.prepare_inputs_for_generation, "__self__", None)  # the PEFT model, for prompt learning
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    by_row: set[str] = set()
+    for hooks in [module._forward_pre_hooks for module in model.modules() if module._forward_pre_hooks]:
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, functools.partial) and ROW_ARGUMENTS & hook.keywords.keys():
+                by_row |= ROW_ARGUMENTS & hook.keywords.keys()
+                del hooks[number]  # PEFT leaves them behind after an error, for all later calls
+    _refuse(
+        (
+            kind in ("PREFIX_TUNING", "CARTRIDGE"),
+            f"`speculative` does not support {str(getattr(kind, 'value', '')).lower().replace('_', ' ')}, which fills "
+            "the KV cache.",
+            "Use LoRA or prompt tuning, or disable the adapter.",
+        ),
+        (
+            by_row,
+            f"`speculative` does not support PEFT's `{'`, `'.join(sorted(by_row))}`: layers are set up for the rows of"
+            " this call, and speculation's forwards have others.",
+            "Call generate() once for each adapter, after set_adapter(), or omit `speculative`.",
+        ),
+    )
+
+
+def check_token_ids(width: int, drafter: Drafter, config: SpeculativeConfig) -> None:
+    """Refuse a prompt without token ids (`width` 0) if a part of the drafter or one history per prompt reads them."""
+    names = dict.fromkeys(part.method for part in drafter.parts if part.needs.token_ids)
+    _refuse(
+        (
+            not width and names,
+            f"Drafts of {', '.join(map(repr, names))} need the prompt's token ids, got none.",
+            "Pass at least one token, e.g. the BOS token; with inputs_embeds pass input_ids as well, or use a method "
+            'that needs none, such as "prompt_lookup".',
+        ),
+        (
+            not width and config.history == PER_PROMPT,
+            f"history={PER_PROMPT!r} finds a prompt's history by its token ids, got none.",
+            "Pass input_ids, also with inputs_embeds, or give the history a name.",
+        ),
+    )
+
+
+def check_inputs(
+    config: SpeculativeConfig, generation_config: GenerationConfig, model_kwargs: dict[str, Any], facts: TargetFacts,
+    num_prompts: int, num_rows: int, needed_slots: int,
+) -> None:  # fmt: skip
+    """Refuse model inputs with unknown values for generated tokens, and sizes that do not fit.
+
+    Args:
+        config, generation_config, model_kwargs, facts: Of the call and its model.
+        num_prompts, num_rows: Prompts, and rows of the batch: several per prompt with `num_return_sequences`.
+        needed_slots: Cache slots for prompt, answer and one tree.
+    """
+    unknown = sorted(
+        name
+        for name, value in model_kwargs.items()
+        if name not in KEPT_INPUTS and value is not None and not isinstance(value, bool | int | float | str)
+    )
+    limit = config.max_cache_length
+    names = config.history if isinstance(config.history, tuple) else ()
+    _refuse(
+        (
+            generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None,
+            "With `prefill_chunk_size`, transformers processes all of `inputs_embeds` again in every chunk.",
+            "Drop one of them.",
+        ),
+        (
+            unknown,
+            f"`speculative` does not support the model inputs {', '.join(unknown)}.",
+            "Drop them or `speculative`.",
+        ),
+        (
+            limit is not None and limit < needed_slots,
+            f"Prompt, answer and tree need {needed_slots} cache slots, max_cache_length is {limit}.",
+            "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
+            CacheCapacityError,
+        ),
+        (
+            facts.chain_only_reason and generation_config.cache_implementation == "static",
+            f"This model cannot verify trees ({facts.chain_only_reason}), and chains need a dynamic cache.",
+            'Drop cache_implementation="static".',
+        ),
+        (
+            names and len(names) not in (num_prompts, num_rows),
+            f"`history` has {len(names)} names, but there are {num_prompts} prompts.",
+            "Give one name for each prompt.",
+            InvalidConfigError,
+        ),
+    )
+
+
+def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int, facts: TargetFacts, num_rows: int) -> int:
+    """Return the number of tokens in a cache that the user passed; refuse a cache that cannot be continued.
+
+    Args:
+        cache: The user's cache.
+        config: Generation config of the call.
+        max_cache_length: Slots that prompt and answer need: one less than their tokens, as the last is not cached.
+        facts: Of the model: the layout of the cache that it fills, if it verifies trees.
+        num_rows: Batch size, after `num_return_sequences`.
+    """
+    _refuse(
+        (
+            config.cache_implementation is not None,
+            f"`{CACHE_FIELD}` cannot be combined with `cache_implementation={config.cache_implementation!r}`.",
+            "Drop one of them.",
+        ),
+    )
+    length = seen_tokens(cache)
+    if facts.cache_layout is not None:
+        check_fits(cache, facts.cache_layout, num_rows)
+    # other static layers hold a window, or nothing
+    slots = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
+    _refuse(
+        (
+            length and config.prefill_chunk_size is not None and not CHUNKS_CONTINUE_CACHES,
+            f"In this version of transformers, `prefill_chunk_size` processes the tokens of `{CACHE_FIELD}` twice.",
+            "Drop `prefill_chunk_size`, or update transformers to 5.23 or newer.",
+        ),
+        _static_attentions(config, isinstance(cache, StaticCache)),
+        (
+            slots is not None and slots < max_cache_length,
+            f"The cache passed as `{CACHE_FIELD}` has {slots} slots; prompt and answer need {max_cache_length}.",
+            "Pass a larger one, or a DynamicCache.",
+            CacheCapacityError,
+        ),
+    )
+    return length
+
+
+def check_prompt(
+    config: SpeculativeConfig, target: Target, input_ids: Tensor, inputs_embeds: Tensor | None,
+    processors: LogitsProcessorList, max_length: int, *, synced_gpus: bool,
+) -> None:  # fmt: skip
+    """Refuse a prompt, or logits processors, with which the call cannot be decoded."""
+    device = execution_device(target.model)
+    stateful = ", ".join(sorted(type(one).__name__ for one in processors if not is_rowwise([one])))
+    _refuse(
+        (
+            config.acceptance not in KEPT_PREFIX_RULES and stateful,
+            f"acceptance={config.acceptance!r} evaluates prefixes that may be discarded, which stateful logits "
+            f"processors do not support: {stateful}.",
+            'Use acceptance="auto", or drop them.',
+        ),
+        (
+            input_ids.device.type != device.type,
+            f"The prompt is on {input_ids.device}, but the model needs its inputs on {device}.",
+            f'Use input_ids.to("{device}").',
+        ),
+        (
+            input_ids.shape[1] == 0 and inputs_embeds is None,
+            "The prompt is empty.",
+            "Pass at least one token, e.g. the BOS token.",
+        ),
+        (
+            synced_gpus and target.needs_replay,  # ranks would deadlock
+            "For a model with a recurrent state, `synced_gpus` cannot be combined with `speculative`: ranks would run "
+            "different numbers of forwards.",
+            "Drop one of them.",
+        ),
+    )
+    _check_bounds(target, target.start or input_ids.shape[1], max_length)
+
+
+def _check_bounds(target: Target, num_tokens: int, max_length: int) -> None:
+    """Refuse a text that grows to a length at which the model's plain `generate()` loses its cache for good.
+
+    Phi-4-multimodal, and Phi-3 and Phi-MoE before transformers 5.23, drop it there without reading the text again.
+
+    Args:
+        target: The target, with the bounds that the text may reach.
+        num_tokens: Tokens of the prompt, or of the given cache.
+        max_length: Maximum tokens of the text.
+    """
+    model = target.model
+    for end in sorted(target.bounds.switches):
+        if num_tokens <= end < max_length:
+            cache = _FilledCache(end)
+            text = torch.zeros(1, end + 1, dtype=torch.long, device=execution_device(model))
+            inputs = model.prepare_inputs_for_generation(
+                text, next_sequence_length=1, attention_mask=torch.ones_like(text), use_cache=True,
+                **{cache_argument(model): cache},
+            )  # fmt: skip
+            _refuse(
+                (
+                    inputs.get(cache_argument(model)) is not cache and inputs["input_ids"].shape[1] <= end,
+                    f"In this version of transformers, plain generate() of {type(model).__name__} drops its cache "
+                    f"once the text exceeds {end} tokens, and decodes without context from there.",
+                    f"Choose max_new_tokens so that the text ends before, or pass a prompt of more than {end} tokens.",
+                ),
+            )
+
+
+class _FilledCache(DynamicCache):
+    """An empty cache that reports a number of tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._num_tokens
