@@ -221,7 +221,7 @@ eagle --features TALKS/below | is a file
 eagle --output OTHER | holds README.md, which was not trained by this command
 eagle --output TALKS | is a file
 eagle --output MODEL | was not trained by this command
-eagle --model /nowhere | cannot be loaded
+eagle --model /nowhere | '/nowhere' does not exist.
 eagle --data /nowhere.jsonl | does not exist
 eagle --initial-head STRANGER | needs a target with vocab_size 64
 eagle --initial-head MODEL | not a head in a known layout
