@@ -38,7 +38,9 @@ from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.step import Step
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head | MtpHead
@@ -201,3 +203,31 @@ BY_NAME = {row.name: row for row in ROWS}
 WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard"))
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
+
+
+class Wandering:
+    """A controller that never asks for the same twice in a row, and seldom for all there may be."""
+
+    seen: list[tuple[Budget, Step]]
+    step_costs = None
+
+    def __init__(self, limits: Budget) -> None:
+        self.limits, self.count, self.seen = limits, 0, []
+        everything = Wandering.all
+        everything.append(self)
+
+    all: list[Wandering] = []  # noqa: RUF012  (emptied by every test)
+
+    def next(self) -> Budget:
+        self.count += 1
+        wanted = (PLAIN_STEP, Budget(3, 2, 1), PLAIN_STEP, self.limits, Budget(5, 3, 2), Budget(2, 1, 1))
+        self.budget = wanted[self.count % len(wanted)].within(self.limits)
+        return self.budget
+
+    def observe(self, step: Step) -> None:
+        seconds = step.seconds
+        assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
+        self.seen.append((self.budget, step))
+
+    def report(self) -> dict[str, Any]:
+        return {"controller": "wandering", "steps": self.count}

@@ -37,7 +37,7 @@ from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
-from test_modes import MODES
+from torch_modes import MODES
 
 READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/accepted.py:finish"))
 CAPTURED = {"compile": "cuda_graph"}
@@ -211,7 +211,7 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
     captured = [
         place for place in in_verify if place == "verification/graphs.py:_capture"
     ]  # a first replay is compared
-    assert len(in_verify) - len(captured) == sum(place == "verification/masks.py:of" for place in in_verify)
+    assert len(in_verify) - len(captured) == sum(place == "verification/features.py:of" for place in in_verify)
 
 
 @pytest.mark.parametrize("name", ["sometimes", "eagle"])

@@ -26,7 +26,8 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, grow_dynamic, grow_static
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
+from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.masks import MaskLayout, committed_slots, tree_masks
 from hf_specdec.verification.memory import LayerLayout
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads
@@ -97,11 +98,11 @@ def test_the_same_answers_with_one_read_per_step(
     blocking = Counter(place for _, place in uploads if place not in UPLOADED_PER_CALL)
     assert not blocking, blocking
     chains = not there._speculation.facts[0].supports_trees
-    assert chains or "verification/chains.py:_forward" not in {place for _, place in reads}
+    assert chains or "verification/chain_target.py:_forward" not in {place for _, place in reads}
 
 
 UPLOADED_PER_CALL = (
-    "verification/target.py:prefill", "transformers_private.py:prefill", "verification/masks.py:of",
+    "verification/target.py:prefill", "transformers_private.py:prefill", "verification/features.py:of",
     "verification/cache.py:lengths_on", "acceptance/accepted.py:__init__",
     "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
     "trees/growth.py:of", "elsewhere",
@@ -111,7 +112,7 @@ UPLOADED_PER_CALL = (
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/hooks.py:_sample", "transformers_private.py:prefill",
-    "verification/masks.py:of", "verification/chains.py:_forward", "transformers_private.py:pad_token_id",
+    "verification/features.py:of", "verification/chains.py:_forward", "transformers_private.py:pad_token_id",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
 in every forward over a chain with padding, whose masks are transformers' own."""

@@ -20,8 +20,7 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.controller import CostModelController
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.candidates import Candidate, Candidates
+from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
@@ -32,6 +31,26 @@ WRONG = 10**6
 """Tokens from here on occur in no text."""
 Accuracy = Callable[[int], float]
 """Probability that a source is right about a token, by the number of the step in which it is asked."""
+
+
+Path = tuple[int, ...]
+
+
+class Table(Candidates):
+    """A source that knows the probability of every path."""
+
+    start: Path = ()
+
+    def __init__(self, edges: Mapping[Path, float]) -> None:
+        self.edges = dict(edges)
+
+    def after(self, place: Path) -> Sequence[Candidate]:
+        below = [path for path in self.edges if path[:-1] == place and len(path) == len(place) + 1]
+        return [Candidate(path[-1], self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
+
+    def follow(self, place: Path, token: int) -> Path | None:
+        longer = (*place, token)
+        return longer if any(path[: len(longer)] == longer for path in self.edges) else None
 
 
 def token_at(row: int, position: int) -> int:

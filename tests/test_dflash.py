@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import random_block
+from drafters import Wandering, random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
@@ -33,7 +33,6 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
-from test_drafters import Wandering
 from test_tree_product import paths_of
 
 NEW_TOKENS = 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import zoo
-from drafters import noisy
+from assistants import CRITICAL, Spied, attached, chi_square, generate, of_four_tokens
+from drafters import Wandering, noisy
 from hf_specdec import (
     DrafterMismatchError,
     InvalidConfigError,
@@ -30,60 +30,14 @@ from hf_specdec.drafters import draft_model
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
-from hf_specdec.verification.step import Step
 from models import prompts
 from reference import path_to_root
-from test_drafters import Wandering
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
 KINDS = ("llama", "gemma3_text", "gpt2", "qwen3_next")
 """Full attention, sliding windows, learned positions, a recurrent state (chains only)."""
 TREE = {"method": "draft_model", "top_k": 2, "num_steps": 3, "num_draft_tokens": 9}
-NEW_TOKENS = 24
-
-
-def attached(name: str) -> Any:
-    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
-
-
-def generate(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
-    ids, mask = prompts(batch_size)
-    answer: Tensor = model.generate(
-        ids, **{"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    )
-    return answer
-
-
-class Spied(DraftModelDrafter):
-    """Keeps every draft with the texts of the rows it was made for, without padding; ended rows are None."""
-
-    def __init__(self, assistant: Any, **options: Any) -> None:
-        super().__init__(assistant, **options)
-        self.seen: list[tuple[list[list[int] | None], Draft]] = []
-
-    def start(self, target: Any, context: Any, config: Any) -> Any:
-        session: Any = super().start(target, context, config)
-        valid = torch.ones_like(context.input_ids) if context.padding is None else context.padding.valid
-        texts = [ids[real.bool()].tolist() for ids, real in zip(context.input_ids, valid, strict=True)]
-        ends = [len(text) + NEW_TOKENS for text in texts]
-        for text, root in zip(texts, context.roots.tolist(), strict=True):
-            text.append(root)
-        propose, observe = session.propose, session.observe
-
-        def told(budget: Budget) -> Draft:
-            draft: Draft = propose(budget)
-            going = [list(text) if len(text) < end else None for text, end in zip(texts, ends, strict=True)]
-            self.seen.append((going, draft))
-            return draft
-
-        def heard(step: Step) -> None:
-            for text, tokens in zip(texts, step.acceptance.emitted, strict=True):
-                text.extend(tokens)
-            observe(step)
-
-        session.propose, session.observe = told, heard
-        return session
 
 
 def wanted_log_probs(assistant: Any, text: list[int], path: list[int]) -> Tensor:
@@ -151,18 +105,6 @@ def test_a_forward_per_level_over_its_new_nodes_only() -> None:
         assert widths[:4] == wanted
 
 
-@pytest.mark.parametrize(("helper", "target"), [("llama", "llama"), ("gemma3_text", "llama"), ("llama", "qwen3_next")])
-def test_the_same_tokens_are_drawn_with_the_likeliest_drafts(helper: str, target: str) -> None:
-    model = attached(target)
-    model.add_drafter(DraftModelDrafter(noisy(helper, noise=0.1)))
-    for config in (TREE, "draft_model"):
-        drawn = []
-        for speculative in (None, config):
-            torch.manual_seed(5)
-            drawn.append(generate(model, do_sample=True, top_k=8, temperature=0.7, speculative=speculative))
-        assert torch.equal(*drawn)
-
-
 # ------------------------------------------------------------------------------------------------- sampled chains
 
 
@@ -191,47 +133,6 @@ def test_a_chain_tells_what_it_was_drawn_from(assistant: str, target: str, batch
                 if text is not None:
                     wanted = wanted_log_probs(helper, text, draft.tree.tokens[row, 1:].tolist()).exp()
                     torch.testing.assert_close(probs[row, :-1], wanted, atol=2e-4, rtol=1e-3)
-
-
-SMALL, ROWS, ROUNDS = 4, 1000, 10
-CRITICAL = 103.4
-"""Chi-square, 63 degrees of freedom (4 x 4 x 4 answers of three tokens), p = 0.001."""
-
-
-def of_four_tokens(seed: int) -> Any:
-    """A tiny Llama that knows four tokens and is fairly sure of what follows."""
-    config = copy.deepcopy(zoo.build("llama").config)
-    config.vocab_size, config.num_hidden_layers = SMALL, 1
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-        model.lm_head.weight.mul_(1.5)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
-def chi_square(model: Any, acceptance: str) -> float:
-    """Of all answers of three tokens, the first without and the others with speculation, at temperature 0.8."""
-    prompt, counts = torch.tensor([[1, 3, 2]]), torch.zeros(SMALL**3, dtype=torch.double)
-    answers = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
-    with torch.no_grad():
-        logits = model(input_ids=torch.cat([prompt.expand(len(answers), -1), answers], dim=-1)).logits[:, 2:-1]
-    probs = (logits / 0.8).double().softmax(-1)
-    expected = probs.gather(2, answers[:, :, None])[..., 0].prod(-1) * ROWS * ROUNDS
-    assert expected.min() > 5, expected.min()
-    torch.manual_seed(1)
-    for _ in range(ROUNDS):
-        drawn = model.generate(
-            prompt.expand(ROWS, -1), attention_mask=torch.ones(ROWS, 3, dtype=torch.long), max_new_tokens=3,
-            do_sample=True, temperature=0.8, top_k=0,
-            speculative={"method": "draft_model", "num_steps": 2, "acceptance": acceptance},
-        )[:, 3:]  # fmt: skip
-        counts += torch.bincount(drawn @ torch.tensor([SMALL**2, SMALL, 1]), minlength=SMALL**3)
-    assert model.last_speculation.num_drafted_tokens > 0
-    return float(((counts - expected) ** 2 / expected).sum())
 
 
 class Liar(DraftModelDrafter):
@@ -350,9 +251,6 @@ def test_limits(fields: dict[str, Any], limits: Budget) -> None:
 
 def test_fields_that_contradict_it() -> None:
     drafter = DraftModelDrafter(zoo.build("llama"))
-    for tree in ("static", [(0,)]):
-        with pytest.raises(InvalidConfigError, match="grows its trees by the assistant's probabilities"):
-            drafter.limits(SpeculativeConfig(tree=tree))
     with pytest.raises(InvalidConfigError, match="exceeds the assistant's vocabulary of 96"):
         drafter.limits(SpeculativeConfig(top_k=97))
     sampling = DraftModelDrafter(zoo.build("llama"), sample=True)
@@ -433,7 +331,7 @@ def test_it_is_probed_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch)
 
 def test_copied_pickled_and_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model takes its assistant along; an assistant may be speculative itself; caches move as texts grow."""
-    monkeypatch.setattr(draft_model, "RESERVED_SLOTS", 3)
+    monkeypatch.setattr(draft_model, "SPARE_SLOTS", 3)
     # not the shared model: hooks of transformers, which outputs of other tests leave on it, cannot be pickled
     model = SpeculativeGenerationMixin.attach(noisy("llama", noise=0.0))
     drafter = model.add_drafter(DraftModelDrafter(SpeculativeGenerationMixin.attach(noisy("gemma3_text"))))

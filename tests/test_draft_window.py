@@ -15,7 +15,7 @@ import drafters
 import native_mtp
 import zoo
 from block_engines import Block
-from drafters import random_block, random_head
+from drafters import Wandering, random_block, random_head
 from hf_specdec import (
     DFlashHead,
     EagleConfig,
@@ -36,10 +36,9 @@ from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import reachable
-from hf_specdec.verification.masks import SINKS, PromptPadding, Window, shifted_padding, token_positions
+from hf_specdec.verification.features import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from models import prompts
-from test_drafters import Wandering
 from test_eagle import SlowEagle, paths_of, slow_dynamic_tree
 from test_mtp import loaded
 

@@ -12,6 +12,7 @@ import torch
 
 import drafters
 import zoo
+from drafters import Wandering
 from hf_specdec import (
     DrafterMismatchError,
     InvalidConfigError,
@@ -24,36 +25,7 @@ from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
 from hf_specdec.generation import call, head_loading
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
-from hf_specdec.verification.step import Step
 from models import prompts
-
-
-class Wandering:
-    """A controller that never asks for the same twice in a row, and seldom for all there may be."""
-
-    seen: list[tuple[Budget, Step]]
-    step_costs = None
-
-    def __init__(self, limits: Budget) -> None:
-        self.limits, self.count, self.seen = limits, 0, []
-        everything = Wandering.all
-        everything.append(self)
-
-    all: list[Wandering] = []  # noqa: RUF012  (emptied by every test)
-
-    def next(self) -> Budget:
-        self.count += 1
-        wanted = (PLAIN_STEP, Budget(3, 2, 1), PLAIN_STEP, self.limits, Budget(5, 3, 2), Budget(2, 1, 1))
-        self.budget = wanted[self.count % len(wanted)].within(self.limits)
-        return self.budget
-
-    def observe(self, step: Step) -> None:
-        seconds = step.seconds
-        assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
-        self.seen.append((self.budget, step))
-
-    def report(self) -> dict[str, Any]:
-        return {"controller": "wandering", "steps": self.count}
 
 
 @pytest.fixture
@@ -163,6 +135,27 @@ def test_a_static_tree_is_cut_to_its_budget(llama: Any) -> None:
     row.add(llama)
     assert llama.drafters["eagle"].limits(config) == Budget(num_nodes=6, num_steps=3, top_k=2)
     assert Budget(6, 3, 2).chain == Budget(4, 3, 1)
+
+
+def test_fields_that_do_not_apply(llama: Any) -> None:
+    """Of every row: the trees that `accepts` leaves out are refused before any work, and the way out is named."""
+    trees = {"dynamic", "static", "choices"}
+    accepted = {
+        "eagle": trees, "eagle3": trees, "mtp": trees, "dflash": trees, "dspark": trees, "medusa": trees - {"dynamic"},
+        "draft_model": {"dynamic"}, "pard": {"dynamic"}, "early_exit": {"dynamic"},
+    }  # fmt: skip
+    for row in drafters.ROWS:
+        row.add(llama, torch.zeros(1, 1, dtype=torch.long))
+    ids = torch.tensor([[5]])
+    with llama.register_forward_pre_hook(lambda *_: pytest.fail("refused too late")):
+        for method in {row.method for row in drafters.ROWS} - {"oracle"}:
+            for tree in trees - accepted.get(method, set()):
+                config = {"method": method, "tree": drafters.CHOICES if tree == "choices" else tree}
+                with pytest.raises(InvalidConfigError, match="tree"):
+                    llama.generate(ids, speculative=config)
+        for fields in ({"num_steps": 2}, {"tree": "dynamic"}):
+            with pytest.raises(InvalidConfigError, match=r"'last_logits' does not take .* It takes top_k, num_draft"):
+                llama.generate(ids, speculative={"method": "last_logits", **fields})
 
 
 # ------------------------------------------------------------------------------------------------- the registry

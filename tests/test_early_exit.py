@@ -23,8 +23,13 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.experimental import early_exit
-from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter, search_skipped_layers
-from hf_specdec.drafters.experimental.partial import GrowingTree, skippable, without_layers
+from hf_specdec.drafters.experimental.early_exit import (
+    EarlyExitDrafter,
+    GrowingTree,
+    search_skipped_layers,
+    skippable,
+    without_layers,
+)
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target
@@ -71,18 +76,6 @@ def test_the_plain_answer(model: Any, settings: Any, config: Any, batch_size: in
     plain = model.generate(ids, attention_mask=mask, **OPTIONS)
     assert torch.equal(plain, model.generate(ids, attention_mask=mask, speculative=config, **OPTIONS))
     assert model.last_speculation.num_drafted_tokens > 0
-
-
-@pytest.mark.parametrize("config", [{"method": "early_exit"}, TREE], ids=["chain", "tree"])
-def test_the_same_tokens_are_drawn(model: Any, config: Any) -> None:
-    ids, mask = prompts(1)
-    model.add_drafter(EarlyExitDrafter())
-    sampled = {**OPTIONS, "do_sample": True, "top_k": 8, "temperature": 0.7, "attention_mask": mask}
-    answers = []
-    for speculative in (None, config):
-        torch.manual_seed(3)
-        answers.append(model.generate(ids, speculative=speculative, **sampled))
-    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -337,29 +330,6 @@ def test_the_search_finds_layers_that_do_nothing() -> None:
     assert model.last_speculation.mean_accepted_length == 5.0
 
 
-def test_the_search_repeats_itself_and_exchanges_layers() -> None:
-    """More trials never make it worse, by its own measure."""
-    model: Any = llama_of(7)
-    texts = [prompts(1)[0]]
-
-    def found(trials: int) -> tuple[int, ...]:
-        return search_skipped_layers(model, texts, ratio=0.4, trials=trials, new_tokens=12, seed=5)
-
-    assert found(12) == found(12)
-
-    def agreement(layers: tuple[int, ...]) -> float:
-        text = model.generate(texts[0], max_new_tokens=12, do_sample=False)
-        part = without_layers(model, dict.fromkeys(layers))
-        with torch.no_grad():
-            whole, partly = (m(input_ids=text, use_cache=False).logits[0, 20:].argmax(-1) for m in (model, part))
-        return float((whole == partly).float().mean())
-
-    assert len(found(0)) == len(found(12)) == 2
-    assert agreement(found(12)) >= agreement(found(0))
-    assert 0 not in found(12)
-    assert 6 not in found(12)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_returns_the_best_that_it_tried(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = llama_of(8)
@@ -376,6 +346,8 @@ def test_the_search_returns_the_best_that_it_tried(seed: int, monkeypatch: pytes
 
     monkeypatch.setattr(early_exit, "without_layers", spy)
     found = search_skipped_layers(model, [text], ratio=0.5, trials=12, new_tokens=24, seed=seed)
+    assert search_skipped_layers(model, [text], ratio=0.5, trials=12, new_tokens=24, seed=seed) == found
+    assert not {0, 7} & set(found)
     answer = model.generate(text, max_new_tokens=24, do_sample=False)
     with torch.no_grad():
         whole = model(input_ids=answer, use_cache=False).logits[0, 20:].argmax(-1)
@@ -432,8 +404,6 @@ def test_layers_that_there_are_not() -> None:
         model.add_drafter(EarlyExitDrafter(exit_layer=5))
     with pytest.raises(DrafterMismatchError, match=r"layers 0 to 3, got \[2, 9\]"):
         model.add_drafter(EarlyExitDrafter(skipped_layers=(9, 2)))
-    with pytest.raises(InvalidConfigError, match="is dynamic, got tree='static'"):
-        EarlyExitDrafter().limits(SpeculativeConfig("early_exit", tree="static"))
     assert model.drafters == {}
 
 

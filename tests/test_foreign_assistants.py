@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import zoo
+from assistants import CRITICAL, Spied, chi_square, of_four_tokens
 from hf_specdec import (
     DrafterMismatchError,
     InvalidConfigError,
@@ -20,7 +21,6 @@ from hf_specdec import (
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
-from test_draft_model import CRITICAL, Spied, chi_square, of_four_tokens
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -22,10 +22,8 @@ from hf_specdec import (
     UnsupportedGenerationError,
 )
 from hf_specdec.config import PER_PROMPT
-from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, NAMED, SHARED, history_keys
-from hf_specdec.drafters.history import AnswerMatches
-from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
+from hf_specdec.drafters.history import CONTEXT_TOKENS, NAMED, SHARED, AnswerMatches, history_keys
+from hf_specdec.drafters.prompt_lookup import NO_MATCH, PromptLookupDrafter, SuffixAutomaton
 from hf_specdec.generation import call
 from hf_specdec.trees.draft import Budget
 from models import prompts
@@ -145,7 +143,7 @@ def test_a_warmup_stores_nothing(attached: Any) -> None:
 
 
 @pytest.mark.parametrize(("fields", "match"), [
-    ({"method": "prompt_lookup", "history": True}, "None unless `method` is 'auto' or 'hybrid'"),
+    ({"method": "prompt_lookup", "history": True}, "None unless `method` is"),
     ({"method": "auto", "history": ""}, "a name"),
     ({"method": "auto", "history": ["a", 3]}, "one name per row"),
     ({"method": "auto", "history": 5}, "a name"),
@@ -200,12 +198,12 @@ def test_counts_are_those_of_the_text() -> None:
     text = torch.randint(3, (60,), generator=draw).tolist()
     automaton = SuffixAutomaton(text)
     for begin in range(60):
-        state, length = START, 0
+        match = NO_MATCH
         for end in range(begin + 1, min(begin + 5, 61)):
-            state, length = automaton.follow(state, length, text[end - 1])
+            match = automaton.follow(match, text[end - 1])
             wanted = text[begin:end]
             found = sum(text[at : at + len(wanted)] == wanted for at in range(61 - len(wanted)))
-            assert automaton.count[state] == found
+            assert automaton.count[match.state] == found
 
 
 def test_probabilities_come_from_counts() -> None:

@@ -28,7 +28,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
-from hf_specdec.drafters.compatibility import TRIAL_TOKENS, try_drafter
+from hf_specdec.drafters.checked import TRIAL_TOKENS, try_drafter
 from hf_specdec.generation import auto
 from reference import OracleDrafter
 

@@ -13,37 +13,14 @@ from hypothesis import strategies as st
 
 from hf_specdec.control import policy
 from hf_specdec.control.policy import MIN_BATCH_GAIN, UNKNOWN, HeadSchedule, LearnedStats, StopRule, Width, best_width
-from hf_specdec.drafters.candidates import (
-    Candidate,
-    Candidates,
-    DraftedCandidates,
-    MergedTree,
-    merge,
-    merge_children,
-)
+from hf_specdec.drafters.base import Candidate, Candidates
+from hf_specdec.drafters.candidates import DraftedCandidates, MergedTree, merge_children, merge_sources
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.recycled_tokens import RecycledTokens
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-
-Path = tuple[int, ...]
-
-
-class Table(Candidates):
-    """A source that knows the probability of every path."""
-
-    start: Path = ()
-
-    def __init__(self, edges: Mapping[Path, float]) -> None:
-        self.edges = dict(edges)
-
-    def after(self, place: Path) -> Sequence[Candidate]:
-        below = [path for path in self.edges if path[:-1] == place and len(path) == len(place) + 1]
-        return [Candidate(path[-1], self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
-
-    def follow(self, place: Path, token: int) -> Path | None:
-        longer = (*place, token)
-        return longer if any(path[: len(longer)] == longer for path in self.edges) else None
+from hf_specdec.trees.draft import Budget
+from policy import Path, Table
 
 
 class Counted(Table):
@@ -60,7 +37,7 @@ class Counted(Table):
 
 def whole(sources: Sequence[Candidates], **limits: int) -> MergedTree:
     sizes = {"num_nodes": 99, "num_steps": 9, "top_k": 9, **limits}
-    return merge(7, sources, **sizes)
+    return merge_sources(7, sources, Budget(**sizes))
 
 
 @st.composite
@@ -94,7 +71,7 @@ def test_merged_trees_are_the_best_of_their_size(made: list[Table]) -> None:
         for nodes in combinations(range(1, len(tree.path_probs)), size):
             if all(tree.parents[node] in (0, *nodes) for node in nodes):
                 best = max(best, sum(tree.path_probs[node] for node in nodes))
-        cut = merge(7, made, num_nodes=size + 1, num_steps=9, top_k=9)
+        cut = merge_sources(7, made, Budget(size + 1, 9, 9))
         assert sum(cut.path_probs[1:]) == pytest.approx(best)
         assert cut.tokens == tree.tokens[: size + 1]
 
@@ -193,9 +170,9 @@ def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
 ) -> None:
     """And equal up to there, whatever the costs."""
     costs = [1.0 + sum(steps[:width]) for width in range(len(steps) + 1)]
-    grown = merge(7, made, num_nodes=len(costs), num_steps=9, top_k=9)
+    grown = merge_sources(7, made, Budget(len(costs), 9, 9))
     rule = StopRule(costs, spent)
-    stopped = merge(7, made, num_nodes=len(costs), num_steps=9, top_k=9, stop_rule=rule)
+    stopped = merge_sources(7, made, Budget(len(costs), 9, 9), stop_rule=rule)
     width, found = (best_width([tree.path_probs], costs, spent) for tree in (grown, stopped))
     assert found.rate == pytest.approx(width.rate)
     assert stopped.tokens == grown.tokens[: len(stopped.tokens)]
@@ -203,11 +180,11 @@ def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
 
 def test_where_no_node_pays_only_the_root_is_heard() -> None:
     source = Counted({(1,): 0.5, (1, 2): 0.5, (1, 2, 3): 0.5})
-    tree = merge(7, [source], num_nodes=4, num_steps=9, top_k=9, stop_rule=StopRule([1.0, 2.0, 3.0, 4.0], 0.0))
+    tree = merge_sources(7, [source], Budget(4, 9, 9), stop_rule=StopRule([1.0, 2.0, 3.0, 4.0], 0.0))
     assert tree.tokens == [7]
     assert source.heard == [()]
     # a dear second node may be worth it for what comes after it
-    leap = merge(7, [source], num_nodes=4, num_steps=9, top_k=9, stop_rule=StopRule([1.0, 1.6, 1.6, 1.6], 0.0))
+    leap = merge_sources(7, [source], Budget(4, 9, 9), stop_rule=StopRule([1.0, 1.6, 1.6, 1.6], 0.0))
     assert leap.tokens == [7, 1, 2, 3]
 
 

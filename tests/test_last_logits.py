@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zoo
-from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.acceptance.accepted import Accepted
-from hf_specdec.drafters.base import CandidateSession, DraftContext
-from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter, _LastLogitsSession
+from hf_specdec.drafters.base import DraftContext
+from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
 from models import prompts
@@ -83,14 +83,6 @@ def test_limits() -> None:
     assert limits(num_draft_tokens=12, top_k=2) == (3, 1, 2)
     assert limits(num_draft_tokens=3, top_k=7) == (3, 1, 2)
     assert limits(num_draft_tokens=1) == limits(num_draft_tokens=1, top_k=4) == (1, 1, 1)  # plain steps
-    for wrong in ({"num_steps": 2}, {"tree": "dynamic"}):
-        with pytest.raises(InvalidConfigError, match="one level"):
-            limits(**wrong)
-
-
-def test_the_host_asks_and_a_device_does_not() -> None:
-    assert isinstance(session(), CandidateSession)
-    assert not issubclass(_LastLogitsSession, CandidateSession)
 
 
 @pytest.mark.parametrize("method", ["last_logits", "hybrid"])

@@ -13,13 +13,11 @@ import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext, DraftSession
-from hf_specdec.drafters.experimental.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
+from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter, LookaheadRow, WindowShape
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import PromptPadding
-from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Verified
+from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.step import Step, Verified
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
@@ -57,77 +55,55 @@ def step_of(draft: Draft, emitted: list[tuple[int, ...]]) -> Step:
 # ------------------------------------------------------------------------------------------- the window by hand
 
 
+def row_of(columns: int, ngram: int, prompt: list[int], guesses: int = 9) -> LookaheadRow:
+    """A row whose n-grams come from its window alone; the root is 1."""
+    drafter = LookaheadDrafter(window=columns, ngram=ngram, guesses=guesses, reads_prompt=False)
+    return LookaheadRow(drafter, [*prompt, 1], WindowShape(columns, ngram))
+
+
 def test_a_window_grows_and_then_moves() -> None:
     """W = 2, N = 4: three levels. Level 0 begins with W + N - 2 = 4 columns, of which the root takes the first."""
     shape = WindowShape(columns=2, ngram=4)
     assert (shape.first_width, shape.num_nodes, shape.depth) == (4, 5, 3)
-    window = JacobiWindow(shape, [7, 8, 9])
-    assert window.levels == [[7, 8, 9, 7]]
-    assert window.advance(1, [11, 12, 13, 14]) == []
-    assert window.levels == [[8, 9, 7], [12, 13, 14]]
-    assert window.advance(2, [21, 22, 23]) == []
-    assert window.levels == [[9, 7], [13, 14], [22, 23]]
-    assert window.advance(3, [31, 32]) == [(3, 13, 22, 31), (7, 14, 23, 32)]
-    assert window.levels == [[13, 14], [22, 23], [31, 32]]
-    assert window.advance(4, [41, 42]) == [(4, 22, 31, 41), (14, 23, 32, 42)]
+    row = row_of(2, 4, [7, 8, 9])
+    assert row.levels == [[7, 8, 9, 7]]
+    for root, best in ((1, [11, 12, 13, 14]), (2, [21, 22, 23]), (3, [31, 32]), (4, [41, 42])):
+        row.read([root])
+        row.advance(best)
+    assert row.levels == [[22, 23], [31, 32], [41, 42]]
+    assert [row.after(token) for token in (3, 7, 4, 14)] == [[(13, 22, 31)], [(14, 23, 32)], [(22, 31, 41)],
+                                                             [(23, 32, 42)]]  # fmt: skip
 
 
-def test_the_example_of_the_docstring() -> None:
-    window = JacobiWindow(WindowShape(columns=2, ngram=3), [9, 2])
-    window.levels = [[9, 2], [3, 4]]
-    assert window.advance(1, [5, 6]) == [(1, 3, 5), (2, 4, 6)]
-    assert window.levels == [[3, 4], [5, 6]]
-
-
-def test_a_window_is_a_tree() -> None:
+def test_a_window_is_a_tree_that_shares_the_beginnings_of_guesses() -> None:
     """Level 0 is a chain from the root; every column hangs its levels below its node of level 0."""
-    window = JacobiWindow(WindowShape(columns=3, ngram=3), [0])
-    window.levels = [[0, 2, 3], [11, 12, 13]]
-    tree = PrefixTree(1)
-    assert window.add_to(tree, 100) == [3, 4, 5]
-    assert tree.tokens == [1, 2, 3, 11, 12, 13]
-    assert tree.parents == [-1, 0, 1, 0, 1, 2]
+    row = row_of(3, 3, [0])
+    row.levels = [[0, 2, 3], [11, 12, 13]]
+    tree = row.tree(Budget(100, 9, 9), WindowShape(3, 3))
+    assert (tree.tokens, tree.parents) == ([1, 2, 3, 11, 12, 13], [-1, 0, 1, 0, 1, 2])
+    assert row.cells == [3, 4, 5]
+    row.store([(1, 2, 3)])
+    assert row.tree(Budget(100, 9, 9), WindowShape(3, 3)).tokens == [1, 2, 3, 11, 12, 13]
 
 
-def test_equal_beginnings_are_one_node() -> None:
-    """A guess that begins as the window does shares its nodes: the same tokens after the same text."""
-    window = JacobiWindow(WindowShape(columns=2, ngram=3), [0])
-    window.levels = [[0, 5], [5, 6]]
-    tree = PrefixTree(1)
-    tree.add([5, 6], 100)
-    assert window.add_to(tree, 100) == [1, 2]
-    assert (tree.tokens, tree.parents) == ([1, 5, 6], [-1, 0, 1])
+def test_the_pool_forgets_what_was_not_seen_for_longest() -> None:
+    row = row_of(1, 3, [0], guesses=2)
+    row.store([(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7), (2, 9, 9)])
+    assert [row.after(token) for token in (1, 2, 3)] == [[(6, 7), (2, 3)], [(9, 9)], []]
 
 
 @pytest.mark.parametrize("ngram", [2, 3, 4, 6])
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_no_window_is_larger_than_its_shape_says(columns: int, ngram: int) -> None:
     shape = WindowShape(columns, ngram)
-    window, sizes, depths = JacobiWindow(shape, list(range(2, 40))), [], []
+    row, sizes, depths = row_of(columns, ngram, list(range(2, 40)), guesses=1), list[int](), list[int]()
     for step in range(ngram + 2):
-        tree = PrefixTree(1)
-        cells = window.add_to(tree, 1000)
+        tree = row.tree(Budget(1000, 0, 9), shape)
         sizes.append(len(tree.tokens) - 1)
         depths.append(int(TokenTree(torch.tensor([tree.tokens]), torch.tensor(tree.parents)).depths().max()))
-        ngrams = window.advance(1, [100 * step + 100 + cell for cell in range(len(cells))])
-        assert all(len(found) == ngram for found in ngrams)
-        assert len(ngrams) == (columns if step >= ngram - 2 else 0)
+        row.advance([100 * step + 100 + cell for cell in range(len(row.cells))])
     assert max(sizes) == shape.num_nodes
     assert max(depths) == shape.depth
-
-
-# ----------------------------------------------------------------------------------------------------- the pool
-
-
-def test_the_pool_forgets_what_was_not_seen_for_longest() -> None:
-    pool = NgramPool(2)
-    pool.add([(1, 2, 3), (1, 4, 5)])
-    assert pool.after(1) == [(4, 5), (2, 3)]
-    pool.add([(1, 2, 3)])  # seen again
-    pool.add([(1, 6, 7), (2, 9, 9)])
-    assert pool.after(1) == [(6, 7), (2, 3)]
-    assert pool.after(2) == [(9, 9)]
-    assert pool.after(3) == []
 
 
 # ---------------------------------------------------------------------------------------------------- a session
@@ -151,7 +127,7 @@ def test_guesses_stand_before_the_window() -> None:
 
 
 def window_of(session: Any, row: int = 0) -> list[list[int]]:
-    levels: list[list[int]] = session._rows[row].window.levels
+    levels: list[list[int]] = session._rows[row].levels
     return levels
 
 
@@ -191,8 +167,8 @@ def test_steps_that_did_not_verify_the_window_leave_it() -> None:
     session.observe(step_of(Draft.plain(torch.tensor([4])), [(6,)]))
     assert window_of(session) == before
     # the text was read all the same: 9, 1, 3 and 1, 3, 4 and 3, 4, 6 are known
-    pool = session._rows[0].pool  # type: ignore[attr-defined]
-    assert [pool.after(token) for token in (9, 1, 3)] == [[(1, 3)], [(3, 4)], [(4, 6)]]
+    row = session._rows[0]  # type: ignore[attr-defined]
+    assert [row.after(token) for token in (9, 1, 3)] == [[(1, 3)], [(3, 4)], [(4, 6)]]
 
 
 def test_every_row_has_its_own() -> None:
@@ -239,8 +215,6 @@ def test_sizes_that_mean_nothing(settings: dict[str, int], message: str) -> None
 
 
 def test_fields_that_do_not_fit() -> None:
-    with pytest.raises(InvalidConfigError, match="depends on its window"):
-        LookaheadDrafter().limits(SpeculativeConfig("lookahead", tree="dynamic"))
     with pytest.raises(InvalidConfigError, match="A window needs at least 7 nodes, 3 steps and top_k 3"):
         LookaheadDrafter(reads_prompt=False).limits(SpeculativeConfig("lookahead", top_k=2))
 
@@ -271,18 +245,6 @@ def test_the_plain_answer(model: Any, drafter: LookaheadDrafter, batch_size: int
     assert torch.equal(plain, model.generate(ids, attention_mask=mask, speculative="lookahead", **OPTIONS))
     assert torch.equal(random, torch.get_rng_state())  # the window is filled without random numbers
     assert model.last_speculation.num_target_forwards > 1
-
-
-@pytest.mark.parametrize("drafter", SETTINGS, ids=repr)
-def test_the_same_tokens_are_drawn(model: Any, drafter: LookaheadDrafter) -> None:
-    ids, mask = prompts(1)
-    model.add_drafter(drafter)
-    sampled = {**OPTIONS, "do_sample": True, "top_k": 8, "temperature": 0.7, "attention_mask": mask}
-    answers = []
-    for speculative in (None, "lookahead"):
-        torch.manual_seed(3)
-        answers.append(model.generate(ids, speculative=speculative, **sampled))
-    assert torch.equal(*answers)
 
 
 def counting_llama() -> Any:

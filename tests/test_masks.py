@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, bucket_masks, tree_masks
+from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs, bucket_masks, tree_masks
 from reference import path_to_root
 
 PARENTS = [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, -1]]

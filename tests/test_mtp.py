@@ -18,7 +18,7 @@ import layouts
 import native_mtp
 import zoo
 from benchmark_script import code_block
-from drafters import random_head, random_module
+from drafters import Wandering, random_head, random_module
 from hf_specdec import (
     CheckpointFormatError,
     DrafterMismatchError,
@@ -41,7 +41,6 @@ from hf_specdec.training import EagleTrainingConfig, capture_features, train_eag
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.cache import TreeCache
 from reference import path_to_root
-from test_drafters import Wandering
 from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tree
 from trained import answered, arguments
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import zoo
-from drafters import noisy, pard_assistant
+from assistants import NEW_TOKENS, Spied, attached, generate
+from drafters import Wandering, noisy, pard_assistant
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     CheckpointFormatError,
@@ -42,8 +43,6 @@ from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification.model import CACHE_FIELD
 from models import prompts
 from reference import path_to_root
-from test_draft_model import NEW_TOKENS, Spied, attached, generate
-from test_drafters import Wandering
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
@@ -231,56 +230,6 @@ def test_a_copy_of_the_target_is_right_at_least_once_per_step() -> None:
     assert all(min(row[:-1]) >= 2 for row in model.last_speculation.accepted_per_step)
 
 
-@pytest.mark.parametrize("target", ["llama", "qwen3_next"])
-def test_the_same_tokens_are_drawn(target: str) -> None:
-    model = attached(target)
-    model.add_drafter(PardDrafter(pard_assistant("llama", noise=0.1)))
-    for config in (CHAIN, TREE):
-        drawn = []
-        for speculative in (None, config):
-            torch.manual_seed(5)
-            drawn.append(generate(model, do_sample=True, top_k=8, temperature=0.7, speculative=speculative))
-        assert torch.equal(*drawn)
-
-
-def test_caches_from_the_call_before_are_continued() -> None:
-    model, (ids, _) = attached("llama"), prompts(1)
-    model.add_drafter(PardDrafter(pard_assistant("llama", noise=0.1)))
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
-    answers = []
-    for speculative in (None, CHAIN, TREE):
-        first = model.generate(ids, attention_mask=torch.ones_like(ids), speculative=speculative, **options)
-        text = torch.cat([first.sequences, ids[:, :3]], dim=-1)
-        given = {CACHE_FIELD: first[CACHE_FIELD], "attention_mask": torch.ones_like(text), **options}
-        second = model.generate(text, speculative=speculative, **given)
-        answers.append(second.sequences)
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
-
-
-def test_no_draft_is_longer_than_the_assistants_positions() -> None:
-    """GPT-2 has a table of them: one more would be an error."""
-    config = copy.deepcopy(zoo.build("gpt2").config)
-    config.n_positions, config.pard_token = 34, MASK
-    for batch_size in (1, 3):
-        model = attached("llama")
-        drafter = model.add_drafter(SpiedPard(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()))
-        assert torch.equal(generate(model, batch_size), generate(model, batch_size, speculative=CHAIN))
-        sizes = [draft.tree.num_nodes for _, draft in drafter.seen]
-        assert sizes[0] == 6
-        assert sizes[-1] == 1
-
-
-def test_copied_and_pickled() -> None:
-    # not the shared model: hooks of transformers, which outputs of other tests leave on it, cannot be pickled
-    model = SpeculativeGenerationMixin.attach(noisy("llama", noise=0.0))
-    drafter = model.add_drafter(PardDrafter(SpeculativeGenerationMixin.attach(pard_assistant("gemma3_text"))))
-    assert "Gemma3ForCausalLM" in repr(drafter)
-    plain = generate(model, 3)
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(plain, generate(other, 3, speculative=TREE))
-
-
 # ------------------------------------------------------------------------------------------------- the authors' loop
 
 
@@ -334,15 +283,6 @@ def test_chains_are_those_of_the_authors(tmp_path: Path) -> None:
 )
 def test_limits(fields: dict[str, Any], limits: Budget) -> None:
     assert PardDrafter(pard_assistant("llama")).limits(SpeculativeConfig(**fields)) == limits
-
-
-def test_fields_that_contradict_it() -> None:
-    drafter = PardDrafter(pard_assistant("llama"))
-    for tree in ("static", [(0,)]):
-        with pytest.raises(InvalidConfigError, match="'pard' grows its trees by the assistant's probabilities"):
-            drafter.limits(SpeculativeConfig(tree=tree))
-    with pytest.raises(InvalidConfigError, match="exceeds the assistant's vocabulary of 96"):
-        drafter.limits(SpeculativeConfig(top_k=97))
 
 
 def test_assistants_that_do_not_fit() -> None:

@@ -10,18 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec import InvalidConfigError, SpeculativeConfig
+from hf_specdec import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.prompt_lookup import (
     MATCH_CLASSES,
+    NO_MATCH,
     ONLY_ACCEPTANCE,
     SEVERAL_ACCEPTANCE,
     SHORTER_FACTOR,
     PromptLookupDrafter,
     RepeatedText,
+    SuffixAutomaton,
 )
-from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.features import PromptPadding
 
 
 def ends(tokens: list[int]) -> list[tuple[int, int]]:
@@ -61,12 +62,12 @@ def test_matches_equal_brute_force(tokens: list[int], cuts: list[int]) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 4), max_size=10))
 def test_following_equals_brute_force(tokens: list[int], other: list[int]) -> None:
     """The longest end of another text that occurs in this one, token by token."""
-    automaton, state, length = SuffixAutomaton(tokens), 0, 0
+    automaton, match = SuffixAutomaton(tokens), NO_MATCH
     text = "".join(map(str, tokens))
     for count, token in enumerate(other, start=1):
-        state, length = automaton.follow(state, length, token)
+        match = automaton.follow(match, token)
         read = "".join(map(str, other[:count]))
-        assert length == max(size for size in range(count + 1) if read[count - size :] in text)
+        assert match.length == max(size for size in range(count + 1) if read[count - size :] in text)
 
 
 @settings(max_examples=50)
@@ -81,10 +82,10 @@ def test_pieces_that_end_at_the_same_places_are_one_state(tokens: list[int]) -> 
 
 def test_matches_do_not_cross_the_texts_of_a_corpus() -> None:
     corpus = SuffixAutomaton.of_corpus([[1, 2, 3], [4, 5]])
-    state, length = corpus.follow(*corpus.follow(0, 0, 2), 3)
-    assert length == 2
-    assert corpus.continuations(state) == []  # the end of a text is no token
-    assert corpus.follow(state, length, 4)[1] == 1
+    match = corpus.follow(corpus.follow(NO_MATCH, 2), 3)
+    assert match.length == 2
+    assert corpus.continuations(match.state) == []  # the end of a text is no token
+    assert corpus.follow(match, 4).length == 1
 
 
 def test_a_corpus_is_looked_up_beside_the_text() -> None:
@@ -154,11 +155,6 @@ def test_fields_limit_the_tree() -> None:
     assert len(propose(ids, 3, num_steps=2)[0]) == 3
     assert len(propose(ids, 3, num_draft_tokens=4)[0]) == 4
     assert len(propose(ids, 3, num_draft_tokens=1)[0]) == 1
-
-
-def test_a_tree_field_means_nothing_here() -> None:
-    with pytest.raises(InvalidConfigError, match="depends on the matches"):
-        PromptLookupDrafter().limits(SpeculativeConfig("prompt_lookup", tree=[(0,)]))
 
 
 @pytest.mark.parametrize(("rows", "nodes"), [(1, 32), (2, 16), (8, 4), (20, 4)])

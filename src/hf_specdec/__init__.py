@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hf_specdec.checkpoints.export import export_head
     from hf_specdec.checkpoints.hub import load_head
     from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
-    from hf_specdec.drafters.answer_history import AnswerHistory
     from hf_specdec.drafters.base import Drafter, DraftSession, Needs
+    from hf_specdec.drafters.history import AnswerHistory
     from hf_specdec.drafters.registry import register_drafter
     from hf_specdec.errors import (
         CacheCapacityError,
@@ -90,7 +90,7 @@ _MODULES = {
     "hf_specdec.checkpoints.export": ("export_head",),
     "hf_specdec.checkpoints.hub": ("load_head",),
     "hf_specdec.config": ("AdaptiveConfig", "SpeculativeConfig"),
-    "hf_specdec.drafters.answer_history": ("AnswerHistory",),
+    "hf_specdec.drafters.history": ("AnswerHistory",),
     "hf_specdec.drafters.base": ("Drafter", "DraftSession", "Needs"),
     "hf_specdec.drafters.registry": ("register_drafter",),
     "hf_specdec.errors": (

@@ -7,24 +7,20 @@ state of one generation. To write your own, see docs/drafters.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.candidates import Candidates
-from hf_specdec.errors import DrafterMismatchError
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft, StepCostFunction
-from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding, Window
-from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.programs import ExecutionMode
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.features import Features, PromptPadding, Window
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,8 @@ class DraftContext:
             `Drafter.feature_window`; None if not needed.
         logits: Logits `[B, P, V]` of the prompt; None if not needed or if the prompt was read in chunks.
         launches: Whether `DraftSession.launch` is called in every step.
-        step_costs: Measured seconds of a step by its number of nodes; None if not needed or unknown.
+        step_costs: Returns the measured seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded;
+            None if not needed or unknown.
     """
 
     input_ids: Tensor
@@ -69,6 +66,70 @@ class DraftContext:
     logits: Tensor | None = None
     launches: bool = False
     step_costs: StepCostFunction | None = None
+
+    def texts(self) -> list[list[int]]:
+        """Return each row's prompt without padding, followed by its root, on the host; reads the device once."""
+        return unpadded(torch.cat([self.input_ids, self.roots[:, None]], dim=1), self.padding)
+
+
+def unpadded(tokens: Tensor, padding: PromptPadding | None) -> list[list[int]]:
+    """Return the rows of `[B, P + M]` on the host without the padding of their first P columns."""
+    if padding is None:
+        return read(tokens)[0]
+    texts, masks = read(tokens, padding.valid)
+    behind = tokens.shape[1] - padding.valid.shape[1]
+    return [
+        [token for token, keep in zip(text, mask + [True] * behind, strict=True) if keep]
+        for text, mask in zip(texts, masks, strict=True)
+    ]
+
+
+class DraftTarget(Protocol):
+    """What a drafter may use of the target, with which one that runs the target's own layers drafts."""
+
+    model: PreTrainedModel
+    supports_trees: bool
+    """Whether a node may have more than one child."""
+    lockstep: bool
+    """Whether all rows must accept the same number of tokens in every step."""
+
+    def with_model(self, model: PreTrainedModel, /) -> DraftTarget:
+        """Return a copy that shares the cache and drafts with `model`, a part of the target."""
+
+    def extend(self, tree: TokenTree, known: int, /) -> Tensor:
+        """Append the nodes of a tree except the first `known`; return their logits `[B, N - known, V]`."""
+
+    def forget(self) -> None:
+        """Discard the nodes appended by `extend`; required before the next verification."""
+
+
+class Candidate(NamedTuple):
+    """A token that may follow a node, and its probability according to the source that lists it.
+
+    Attributes:
+        token: Token id.
+        probability: From 0 to 1.
+    """
+
+    token: int
+    probability: float
+
+
+class Candidates(ABC):
+    """One source of candidates for one row: lists the tokens that may follow each node of a tree.
+
+    A *place* is the source's state at a node; `start` is its place at the root.
+    """
+
+    start: Any
+
+    @abstractmethod
+    def after(self, place: Any) -> Sequence[Candidate]:
+        """Return the candidates after the node at a place, each token once; empty if there are none."""
+
+    @abstractmethod
+    def follow(self, place: Any, token: int) -> Any:
+        """Return the place after a token. None if that node has no candidates, at it or below."""
 
 
 class DraftSession(ABC):
@@ -147,12 +208,21 @@ HOW_TO_LOAD = 'Load it: model.load_drafter("path or Hub id"), or load_head("path
 """Advice in errors about a drafter that was given a path instead of a head."""
 
 
+TREE_FIELDS = ("tree", "num_steps", "top_k", "num_draft_tokens")
+"""Fields of a config that say how a tree is drafted, see `Drafter.accepts`."""
+SIZES = TREE_FIELDS[1:]
+
+
 class Drafter(ABC):
     """Base of all drafters, which draft trees of candidate tokens for the target to verify.
 
     Attributes:
         method: The method name, as in `speculative="eagle"`.
         needs: The inputs that it needs in addition to the emitted tokens.
+        accepts: The fields of a config that apply to it, of `tree`, `num_steps`, `top_k` and `num_draft_tokens`;
+            `"tree=dynamic"` accepts a field with this value only. Others are refused before `limits` is called.
+        tree_from: What its tree follows from, to explain the refusal of a field.
+        defaults: The sizes of its tree that a config leaves None.
         has_window: Default False. Whether `SpeculativeConfig.draft_window` applies to it.
         samples: Default False. Whether it samples its drafts (`TokenTree.draft_probs`), as `acceptance="block"` needs.
             Drafters outside this package need not set it.
@@ -160,6 +230,9 @@ class Drafter(ABC):
 
     method: str
     needs: Needs = Needs()
+    accepts: Collection[str] = TREE_FIELDS
+    tree_from: str = ""
+    defaults: Budget = Budget(16, 4, 4)
     has_window: bool = False
     samples: bool = False
 
@@ -185,20 +258,24 @@ class Drafter(ABC):
         """Whether it combines other drafters."""
         return self.parts != (self,)
 
-    @abstractmethod
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of its largest tree under this config; caches are sized for it, and no budget exceeds it.
 
+        By default the sizes of the config, else those of `defaults`.
+
         Raises:
-            InvalidConfigError: Fields that contradict each other or do not apply to this drafter.
+            InvalidConfigError: Fields that contradict each other.
         """
+        default = self.defaults
+        num_nodes, num_steps = config.num_draft_tokens or default.num_nodes, config.num_steps or default.num_steps
+        return Budget(num_nodes, num_steps, config.top_k or default.top_k)
 
     def feature_window(self, config: SpeculativeConfig) -> Window | None:
         """Return the part of the prompt whose features it reads, if it needs features; None, the default, for all."""
         return None
 
     @abstractmethod
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Return a session for one generation.
 
         Args:
@@ -243,32 +320,3 @@ class Drafter(ABC):
             DrafterMismatchError: It was made for another model.
             UnsupportedModelError: The method does not work with this model.
         """
-
-
-def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
-    """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
-
-    If the lm_head is offloaded, the head is moved to the device on which the target runs.
-
-    Raises:
-        DrafterMismatchError: Hidden size, vocabulary, number of layers or input size of the lm_head do not match, the
-            head's weights are on the meta device, or the target has no lm_head.
-    """
-    head.check_sizes(text_config(model))
-    if any(parameter.is_meta for parameter in head.parameters()):
-        raise DrafterMismatchError(
-            f"The weights of this {type(head).__name__} are on the meta device: they have no values.",
-            "Load or create it on a real device; torch.set_default_device('meta') moves new modules there.",
-        )
-    lm_head = model.get_output_embeddings()
-    if lm_head is None:
-        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")
-    size = head.config.hidden_size
-    read = getattr(lm_head, "in_features", size)
-    if head.shares_lm_head and read != size:
-        raise DrafterMismatchError(
-            f"The lm_head of {type(model).__name__} takes {read} inputs, this head produces {size}.",
-            "Use a head with its own lm_head.",
-        )
-    device = next((parameter.device for parameter in lm_head.parameters()), model.device)
-    head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)

@@ -8,46 +8,18 @@ are the best tree of n nodes. A node is never likelier than its parent, so paren
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any, NamedTuple
 
 from hf_specdec.control.policy import UNKNOWN, StopRule, Trust, trust_class
+from hf_specdec.drafters.base import Candidate, Candidates
+from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.tree import ROOT_PARENT
 
 MIN_PATH_PROBABILITY = 0.01
 """Nodes with a lower estimated path probability are left out of a merged tree."""
-
-
-class Candidate(NamedTuple):
-    """A token that may follow a node, and its probability according to the source that lists it.
-
-    Attributes:
-        token: Token id.
-        probability: From 0 to 1.
-    """
-
-    token: int
-    probability: float
-
-
-class Candidates(ABC):
-    """One source of candidates for one row: lists the tokens that may follow each node of a tree.
-
-    A *place* is the source's state at a node; `start` is its place at the root.
-    """
-
-    start: Any
-
-    @abstractmethod
-    def after(self, place: Any) -> Sequence[Candidate]:
-        """Return the candidates after the node at a place, each token once; empty if there are none."""
-
-    @abstractmethod
-    def follow(self, place: Any, token: int) -> Any:
-        """Return the place after a token. None if that node has no candidates, at it or below."""
 
 
 class CachedCandidates(Candidates):
@@ -160,19 +132,19 @@ class MergedTree:
     sources: list[int] = field(default_factory=list)  # index of each node's source; 0 for the root
 
 
-def merge(
-    root: int, sources: Sequence[Candidates], *, num_nodes: int, num_steps: int, top_k: int,
-    trusts: Sequence[Trust] | None = None, stop_rule: StopRule | None = None,
+def merge_sources(
+    root: int, sources: Sequence[Candidates], budget: Budget, trusts: Sequence[Trust] | None = None,
+    stop_rule: StopRule | None = None,
 ) -> MergedTree:  # fmt: skip
     """Return the likeliest tree of all sources' candidates, without nodes below `MIN_PATH_PROBABILITY`.
 
     Args:
         root: The root token.
         sources: The sources of this row.
-        num_nodes, num_steps, top_k: Maximum nodes (root included), depth below the root and children per node.
+        budget: Maximum size of the tree.
         trusts: Factors for each source's probabilities; None means 1 for all sources.
-        stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to
-            `num_nodes`.
+        stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to the
+            budget's nodes.
     """
     tokens, parents, path_probs, edge_probs, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (negative path probability, insertion order, parent, child, the parent's places)
@@ -181,9 +153,9 @@ def merge(
 
     def open_node(node: int, places: tuple[Any, ...]) -> None:
         nonlocal num_found
-        if depths[node] == num_steps:
+        if depths[node] == budget.num_steps:
             return
-        for child in merge_children(sources, places, trusts)[:top_k]:
+        for child in merge_children(sources, places, trusts)[: budget.top_k]:
             path_prob = path_probs[node] * child.probability
             if path_prob < MIN_PATH_PROBABILITY:
                 break
@@ -191,7 +163,7 @@ def merge(
             num_found += 1
 
     open_node(0, tuple(source.start for source in sources))
-    while heap and len(tokens) < num_nodes:
+    while heap and len(tokens) < budget.num_nodes:
         if stop_rule is not None:
             if not stop_rule.may_pay(-heap[0][0]):
                 break

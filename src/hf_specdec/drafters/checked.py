@@ -1,4 +1,4 @@
-"""Checks of third-party drafters: validate what they return before the target runs it.
+"""Checks of drafters: fields of a config that apply to them, what third-party drafters return, whether they predict.
 
 A wrong guess never changes the output, but a malformed draft could. Shapes, dtypes and devices are checked in every
 step. Values are checked in every step on the CPU, but only in the first steps on an accelerator, where reading them is
@@ -7,7 +7,8 @@ slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,17 +17,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import Candidates
-from hf_specdec.errors import DrafterMismatchError, SpeculativeDecodingError
+from hf_specdec.drafters.base import (
+    TREE_FIELDS,
+    Candidates,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    DraftTarget,
+    Needs,
+)
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.validation import is_integer
 from hf_specdec.verification.model import num_embedded_tokens
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 CHECKED_STEPS = 2
 """Number of first drafts of a session whose values are checked on an accelerator. On the CPU, the values of all drafts
@@ -37,6 +45,10 @@ DRAFT_FORMAT = (
     "parents [N] or [B, N] (long) that precede their children, N within the budget, all on the device of the roots. "
     "See docs/drafters.md."
 )
+
+TRIAL_PROMPTS, TRIAL_TOKENS = 4, 48
+MIN_ACCEPTANCE = 0.1
+"""Share of accepted first tokens below which a drafter costs more than it saves."""
 
 
 def is_third_party(drafter: object) -> bool:
@@ -49,7 +61,7 @@ def check_drafter(drafter: Any) -> None:
 
     Raises:
         DrafterMismatchError: It is not a drafter, or a third-party drafter that is not hashable or has an invalid
-            `method`, `parts` or `needs`.
+            `method`, `parts`, `accepts` or `needs`.
     """
     if not isinstance(drafter, Drafter):
         is_class = isinstance(drafter, type)
@@ -67,10 +79,14 @@ def check_drafter(drafter: Any) -> None:
         raise DrafterMismatchError(f"{kind} is not hashable.", "Declare dataclasses with @dataclass(eq=False).")
     if not isinstance(drafter.parts, tuple) or not all(isinstance(part, Drafter) for part in drafter.parts):
         raise DrafterMismatchError(f"{kind}.parts must be a tuple of drafters, got {drafter.parts!r}.")
+    if isinstance(drafter.accepts, str) or not isinstance(drafter.accepts, Collection):
+        raise DrafterMismatchError(
+            f"{kind}.accepts must be a tuple of names of config fields, got {drafter.accepts!r}."
+        )
     if not (
         isinstance(needs, Needs)
         and isinstance(needs.feature_layers, tuple)
-        and all(_is_int(layer) for layer in needs.feature_layers)
+        and all(map(is_integer, needs.feature_layers))
         and all(isinstance(value, bool) for value in (needs.prompt_logits, needs.step_costs, needs.token_ids))
     ):
         raise DrafterMismatchError(
@@ -78,8 +94,8 @@ def check_drafter(drafter: Any) -> None:
         )
 
 
-def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = None) -> Budget:
-    """Return the drafter's limits, checked if it is a third-party drafter.
+def checked_limits(drafter: Drafter, config: SpeculativeConfig, part: str | None = None) -> Budget:
+    """Return the drafter's limits under a config whose fields apply to it (`Drafter.accepts`).
 
     Args:
         drafter: The drafter.
@@ -87,17 +103,25 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
         part: Name of the drafter if it is merged with others, for error messages.
 
     Raises:
-        DrafterMismatchError: `check_drafter` fails, the limits are not a valid `Budget`, or `limits` of a merged
-            third-party drafter raises an exception that is not one of this package.
-        InvalidConfigError: The drafter rejects the configuration.
+        DrafterMismatchError: `check_drafter` fails, or a third-party drafter's limits are not a valid `Budget`, or
+            they raise, if it is merged, an exception that is not one of this package.
+        InvalidConfigError: A field does not apply to the drafter, or it rejects the configuration.
     """
     check_drafter(drafter)
+    for name in TREE_FIELDS:
+        value = getattr(config, name)
+        if value is not None and name not in drafter.accepts and f"{name}={value}" not in drafter.accepts:
+            method = config.method if drafter.is_combined else drafter.method
+            reason = f", because its tree follows from {drafter.tree_from}" if drafter.tree_from else ""
+            raise InvalidConfigError(
+                f"{method!r} does not take {name}={value!r}{reason}.", f"It takes {', '.join(drafter.accepts)}."
+            )
     if not is_third_party(drafter):
         return drafter.limits(config)
     limits = _called(drafter, part, "limits", lambda: drafter.limits(config))
     if not (
         isinstance(limits, Budget)
-        and all(map(_is_int, (limits.num_nodes, limits.num_steps, limits.top_k)))
+        and all(map(is_integer, (limits.num_nodes, limits.num_steps, limits.top_k)))
         and min(limits.num_nodes, limits.num_steps + 1, limits.top_k) >= 1
     ):
         raise DrafterMismatchError(
@@ -108,12 +132,12 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
 
 
 def start_session(
-    drafter: Drafter, target: Target, context: DraftContext, config: SpeculativeConfig, part: str | None = None
+    drafter: Drafter, target: DraftTarget, context: DraftContext, config: SpeculativeConfig, part: str | None = None
 ) -> DraftSession:
     """Start a session of the drafter; the session of a third-party drafter is wrapped in one that checks its drafts.
 
     Args:
-        drafter, part: See `limits_of`.
+        drafter, part: See `checked_limits`.
         target, context, config: See `Drafter.start`.
 
     Raises:
@@ -146,43 +170,39 @@ class _CheckedSession(DraftSession):
         self._on_host, self._steps_to_check = roots.device.type == "cpu", CHECKED_STEPS
         self.has_candidates = bool(session.has_candidates)
 
+    def _do(self, what: str, function: Callable[[], _Result]) -> _Result:
+        return _called(self._drafter, self._part, what, function)
+
+    def _refuse(self, fault: str, remedy: str = "") -> DrafterMismatchError:
+        return DrafterMismatchError(f"{_name(self._drafter, self._part)} {fault}.", remedy)
+
     @property
     def candidates(self) -> Sequence[Candidates]:
-        """Candidates of the wrapped session; their tokens and probabilities are not checked.
-
-        Raises:
-            DrafterMismatchError: They are not one `Candidates` per row.
-        """
+        """Candidates of the wrapped session; their tokens and probabilities are not checked."""
         found = self._do("candidates", lambda: self._session.candidates)
         if len(found) != len(self._roots) or not all(isinstance(row, Candidates) for row in found):
-            raise DrafterMismatchError(
-                f"{_name(self._drafter, self._part)} has candidates {_shown(found)} for {len(self._roots)} rows."
-            )
+            raise self._refuse(f"has candidates {_shown(found)} for {len(self._roots)} rows")
         return found
 
     def propose(self, budget: Budget) -> Draft:
         draft = self._do("propose", lambda: self._session.propose(budget))
         fault = self._fault_of_shape(draft, budget) or self._fault_of_values(draft)
         if fault:
-            raise DrafterMismatchError(f"{_name(self._drafter, self._part)} drafted {fault}.", DRAFT_FORMAT)
-        draft = draft if self._on_host else self._without_unchecked(draft)
+            raise self._refuse(f"drafted {fault}", DRAFT_FORMAT)
+        if not self._on_host:  # if wrong, a root or a `max_depth` that was not checked could change the output
+            tokens = torch.cat([self._roots[:, None], draft.tree.tokens[:, 1:]], dim=1)
+            draft = replace(draft, tree=replace(draft.tree, tokens=tokens, max_depth=None))
         if draft.tree.depth_bound > budget.num_steps:  # it may be deeper than the row's last tokens, or than positions
             draft = replace(draft, tree=draft.tree.no_deeper(budget.num_steps))
         return draft
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
-        """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read.
-
-        Raises:
-            DrafterMismatchError: They are not integer tensors `[B, *]` on the device of the roots.
-        """
+        """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read."""
         tensors = self._do("launch", lambda: self._session.launch(step, budget))
         if not isinstance(tensors, list | tuple) or not all(map(self._can_be_read, tensors)):
             found = ", ".join(map(_shown, tensors)) if isinstance(tensors, list | tuple) else _shown(tensors)
-            raise DrafterMismatchError(
-                f"{_name(self._drafter, self._part)} launched {found}.",
-                f"launch() must return integer tensors [{len(self._roots)}, *] on {self._roots.device}, or ().",
-            )
+            wanted = f"integer tensors [{len(self._roots)}, *] on {self._roots.device}, or ()"
+            raise self._refuse(f"launched {found}", f"launch() must return {wanted}.")
         return tensors
 
     def _can_be_read(self, values: Any) -> bool:
@@ -204,11 +224,8 @@ class _CheckedSession(DraftSession):
     def report(self) -> dict[str, Any]:
         report = self._do("report", self._session.report)
         if not isinstance(report, dict):
-            raise DrafterMismatchError(f"{_name(self._drafter, self._part)} reported {report!r}, not a dict.")
+            raise self._refuse(f"reported {report!r}, not a dict")
         return report
-
-    def _do(self, what: str, function: Callable[[], Result]) -> Result:
-        return _called(self._drafter, self._part, what, function)
 
     def _fault_of_shape(self, draft: Any, budget: Budget) -> str:
         """Describe the first invalid type, dtype, device or size in a draft; return an empty string if none is."""
@@ -231,7 +248,7 @@ class _CheckedSession(DraftSession):
             return f"draft_probs {_shown(probs)} of {nodes} nodes in {rows} rows and {self._num_logits} logits"
         if draft.sources is not None and [len(row) for row in draft.sources] != [nodes] * rows:
             return f"sources that are not one name for each of {nodes} nodes in {rows} rows"
-        return "" if tree.max_depth is None or _is_int(tree.max_depth) else f"a max_depth of {tree.max_depth!r}"
+        return "" if tree.max_depth is None or is_integer(tree.max_depth) else f"a max_depth of {tree.max_depth!r}"
 
     def _size(self, values: Any) -> tuple[int, ...] | None:
         """Return the shape of a tensor on the roots' device; None for anything else."""
@@ -242,8 +259,8 @@ class _CheckedSession(DraftSession):
         first, self._steps_to_check = self._steps_to_check > 0, self._steps_to_check - 1
         if not first and not self._on_host:
             return ""
-        tree, columns = draft.tree, [self._roots[:, None]]
-        columns += [tree.tokens, tree.parents.expand(tree.tokens.shape)]
+        tree = draft.tree
+        columns = [self._roots[:, None], tree.tokens, tree.parents.expand(tree.tokens.shape)]
         if draft.log_probs is not None:
             columns.append(draft.log_probs.isnan().long())
         if tree.draft_probs is not None and first:
@@ -261,11 +278,6 @@ class _CheckedSession(DraftSession):
             return "log_probs that are NaN, or draft_probs that are not probabilities"
         return ""
 
-    def _without_unchecked(self, draft: Draft) -> Draft:
-        """Set the roots to the last emitted tokens and drop `max_depth`: if wrong, either could change the output."""
-        tokens = torch.cat([self._roots[:, None], draft.tree.tokens[:, 1:]], dim=1)
-        return replace(draft, tree=replace(draft.tree, tokens=tokens, max_depth=None))
-
 
 def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
     """Describe an invalid parent in one row or a depth above `max_depth`; return an empty string if there is none."""
@@ -276,12 +288,11 @@ def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
         if not ROOT_PARENT <= parent < node:
             return f"the parent {parent} of node {node}"
         depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
-    depth = max(depths)
-    too_deep = max_depth is not None and depth > max_depth
-    return f"a max_depth of {max_depth} for a depth of {depth}" if too_deep else ""
+    too_deep = max_depth is not None and max(depths) > max_depth
+    return f"a max_depth of {max_depth} for a depth of {max(depths)}" if too_deep else ""
 
 
-def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], Result]) -> Result:
+def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], _Result]) -> _Result:
     """Call a third-party drafter; if it is merged, turn errors except this package's into `DrafterMismatchError`."""
     try:
         return function()
@@ -308,5 +319,53 @@ def _shown(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) -> float:
+    """Test whether a drafter predicts a model's tokens at all, which matching tensor sizes do not prove.
+
+    Measures how often the first token of a draft is accepted in greedy decoding, and warns if that is rare. Does not
+    change the random state of the process.
+
+    Args:
+        model: An attached model.
+        name: Name of a registered drafter that can draft the static tree `[(0,)]`.
+        prompts: Token ids, each `[1, P]`; None samples `TRIAL_PROMPTS` prompts from the model.
+
+    Returns:
+        The share of steps in which the first token is accepted, 0.0 without any step.
+
+    Raises:
+        InvalidConfigError: The drafter rejects this tree.
+    """
+    drafted = accepted = 0
+    for prompt in _sampled_prompts(model) if prompts is None else prompts:
+        ids = prompt.to(model.device)
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL_TOKENS, do_sample=False,
+            return_dict_in_generate=True, speculative={"method": name, "tree": [(0,)]},
+        )  # fmt: skip
+        taken = [length for row in output.speculation.accepted_per_step for length in row]
+        drafted, accepted = drafted + len(taken), accepted + sum(length > 1 for length in taken)
+    share = accepted / max(drafted, 1)
+    if share < MIN_ACCEPTANCE:
+        warnings.warn(
+            f"The drafter {name!r} predicted {accepted} of {drafted} tokens of this model. It was probably made for "
+            "another model or another version of it; speculation will not be faster.",
+            stacklevel=3,
+        )
+    return share
+
+
+def _sampled_prompts(model: Any) -> list[Tensor]:
+    """Sample prompts with fixed seeds, starting from the model's BOS token (token 0 if it has none or several)."""
+    first = model.generation_config.bos_token_id
+    begin = torch.full((1, 1), first if isinstance(first, int) else 0, dtype=torch.long, device=model.device)
+    devices = [] if model.device.type == "cpu" else [model.device]
+    prompts = []
+    with torch.random.fork_rng(devices, device_type=model.device.type if devices else "cpu"):
+        for seed in range(TRIAL_PROMPTS):
+            torch.manual_seed(seed)
+            prompts.append(model.generate(
+                input_ids=begin, attention_mask=torch.ones_like(begin), do_sample=True, speculative=None,
+                max_new_tokens=TRIAL_TOKENS, min_new_tokens=TRIAL_TOKENS // 2,
+            ))  # fmt: skip
+    return prompts

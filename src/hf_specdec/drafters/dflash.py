@@ -24,6 +24,7 @@ from hf_specdec.cpu.operations import can_search
 from hf_specdec.drafters.base import HOW_TO_LOAD
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
 from hf_specdec.drafters.features import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.dflash import DFlashHead, block_masks
 from hf_specdec.heads.stages import Stages
@@ -42,12 +43,14 @@ from hf_specdec.trees.growth import (
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import PromptPadding, token_positions
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding, committed_slots, token_positions
+from hf_specdec.verification.masks import committed_slots
 
 DEFAULT_TOP_K = 4
 
 
+@register("dflash", heads=(DFlashHead,))
 class DFlashDrafter(LayerDrafter):
     """Drafts with a block head: DFlash, JetSpec, DSpark.
 

@@ -1,27 +1,28 @@
 """Draft-model drafting: a small language model, the assistant, drafts a tree or a sampled chain.
 
 Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
-chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for trees. Emitted tokens are committed to the assistant's cache at
-the next draft (see `drafters/assistant.py`); drafted nodes are appended level by level, then rolled back.
+chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for trees. The assistant runs as a second `Target`, so its masks,
+windows, padding, ragged rows and recurrent states are handled by `verification/`. Emitted tokens are committed to its
+cache at the next draft; drafted nodes are appended level by level, then rolled back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_known_tokens
-from hf_specdec.drafters.assistant_text import AssistantText
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
+from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession, DraftTarget, Needs
+from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.transformers_private import supports_logits_to_keep
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.growth import Level, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -31,18 +32,10 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.trials import drops_cache
+from hf_specdec.verification.trials import drops_cache, first_inputs
 
-RESERVED_SLOTS = 512
+SPARE_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""
-DEFAULT_NUM_STEPS = 5
-"""Default depth; each level is one forward of the assistant. 5 is common for a tenth of the target's size."""
-DEFAULT_TOP_K = 1
-"""Default children per node: a chain, which adds one token per row to each forward of the assistant. A tree takes as
-many forwards, with more tokens in each and in the target's: it pays only if these cost little, as on an accelerator at
-small batch sizes."""
-DEFAULT_NUM_NODES = 16
-"""Default nodes of a tree (`top_k` greater than 1), root included."""
 MAX_PADDING_ROWS = 1024
 """Rows by which an assistant's embedding may be smaller than the target's vocabulary if no tokenizers are given.
 Models with the same tokenizer differ in rows that no token uses, because vocabularies are padded to multiples of up to
@@ -52,6 +45,11 @@ MIN_SHARE = 0.01
 (of 49,152 tokens) to 60% (of 262,144) of the tokens in English questions: with fewer, most drafts end at once."""
 
 
+@register(
+    "draft_model",
+    part="an assistant model",
+    how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
+)
 class DraftModelDrafter(Drafter):
     """Drafts with a small causal language model, which may have another tokenizer than the target.
 
@@ -75,14 +73,16 @@ class DraftModelDrafter(Drafter):
 
     Raises:
         InvalidConfigError: Only one of the tokenizers is given.
-
-    Attributes:
-        default_num_steps: `num_steps` if the config leaves it and `num_draft_tokens` None.
     """
 
-    method = "draft_model"
     needs = Needs(token_ids=True)
-    default_num_steps: int = DEFAULT_NUM_STEPS
+    accepts = ("tree=dynamic", *SIZES)
+    tree_from = "the assistant's probabilities"
+    # Each level is one forward of the assistant; 5 is common for a tenth of the target's size. A chain adds one token
+    # per row to each forward. A tree takes as many forwards, with more tokens in each and in the target's: it pays
+    # only if these cost little, as on an accelerator at small batch sizes.
+    defaults = Budget(num_nodes=16, num_steps=5, top_k=1)
+    _growable = staticmethod(growable)
 
     def __init__(
         self, assistant: PreTrainedModel, *, sample: bool = False, tokenizer: Any = None,
@@ -139,9 +139,13 @@ class DraftModelDrafter(Drafter):
                 "Pass a smaller model with the same tokenizer.",
             )
         _ = self.facts
-        if self.tokenizer is None:
-            self._check_size(model)
-            return
+        size, wanted = num_embeddings(self.assistant), int(text_config(model).vocab_size)
+        if self.tokenizer is None and size < wanted - MAX_PADDING_ROWS:
+            raise DrafterMismatchError(
+                f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}. More "
+                f"than {MAX_PADDING_ROWS} are missing: the assistant of {self.method!r} has another tokenizer.",
+                "Also pass tokenizer= and assistant_tokenizer=, or an assistant of the same model family.",
+            )
         translation = self.translation(model)
         if translation is not None and translation.share < MIN_SHARE:
             raise DrafterMismatchError(
@@ -150,27 +154,18 @@ class DraftModelDrafter(Drafter):
                 'Use another assistant, or a method without one, such as speculative="prompt_lookup".',
             )
 
-    def _check_size(self, model: PreTrainedModel) -> None:
-        size, wanted = num_embeddings(self.assistant), int(text_config(model).vocab_size)
-        if size < wanted - MAX_PADDING_ROWS:
-            raise DrafterMismatchError(
-                f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}. More "
-                f"than {MAX_PADDING_ROWS} are missing: the assistant of {self.method!r} has another tokenizer.",
-                "Also pass tokenizer= and assistant_tokenizer=, or an assistant of the same model family.",
-            )
-
     def translation(self, model: PreTrainedModel) -> TokenTranslation | None:
         """Return the translation from a target's tokens to the assistant's; None if it knows them by the same ids."""
         if self.tokenizer is None:
             return None
-        sizes = target_sizes(model)[0], num_known_tokens(self.assistant)
+        sizes = _target_sizes(model)[0], _num_known_tokens(self.assistant)
         return translation_between(self.tokenizer, self.assistant_tokenizer, *sizes)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of the largest tree or chain.
 
         Raises:
-            InvalidConfigError: `tree` is static, `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
+            InvalidConfigError: `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
             UnsupportedGenerationError: Gradient checkpointing in train mode disables the assistant's cache.
         """
         if drops_cache(self.assistant):
@@ -178,12 +173,7 @@ class DraftModelDrafter(Drafter):
                 "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
                 "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
             )
-        if config.tree not in (None, "dynamic"):
-            raise InvalidConfigError(
-                f"{self.method!r} grows its trees by the assistant's probabilities, got tree={config.tree!r}.",
-                'Use tree="dynamic" or leave it None, and set num_steps, top_k or num_draft_tokens.',
-            )
-        top_k, num_nodes = config.top_k or DEFAULT_TOP_K, config.num_draft_tokens
+        top_k, num_nodes = config.top_k or self.defaults.top_k, config.num_draft_tokens
         if self.sample and (top_k > 1 or config.tree is not None):
             raise InvalidConfigError(
                 f"A drafter with sample=True draws a chain, got tree={config.tree!r} and top_k={config.top_k}.",
@@ -193,9 +183,9 @@ class DraftModelDrafter(Drafter):
         if top_k > vocabulary:
             raise InvalidConfigError(f"`top_k` {top_k} exceeds the assistant's vocabulary of {vocabulary} tokens.")
         if top_k == 1:
-            num_steps = config.num_steps or (num_nodes - 1 if num_nodes else self.default_num_steps)
+            num_steps = config.num_steps or (num_nodes - 1 if num_nodes else self.defaults.num_steps)
             return self.trimmed(Budget(num_nodes or num_steps + 1, num_steps, 1))
-        tree = Budget(num_nodes or DEFAULT_NUM_NODES, config.num_steps or self.default_num_steps, top_k)
+        tree = super().limits(config)
         return self.trimmed(tree if self.facts.supports_trees else tree.chain)
 
     def trimmed(self, budget: Budget) -> Budget:
@@ -203,43 +193,32 @@ class DraftModelDrafter(Drafter):
         num_steps = min(budget.num_steps, budget.num_nodes - 1)
         return self._growable(replace(budget, num_steps=num_steps)) if num_steps > 0 else PLAIN_STEP
 
-    def _growable(self, budget: Budget) -> Budget:
-        return growable(budget)
-
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its first `propose` reads the prompt.
 
         Raises:
             UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
         """
-        return self._session(target, context, self.limits(config))
-
-    def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:
-        return DraftModelSession(self, target, context, limits)
+        return DraftModelSession(self, target, context, self.limits(config))
 
 
 class DraftModelSession(DraftSession):
-    """State of one generation: the assistant's caches, and the last emitted tokens.
+    """State of one generation: the assistant's caches, and the last emitted tokens."""
 
-    Args:
-        drafter: The drafter.
-        target: The target of the generation.
-        context: Its prompt and first tokens.
-        limits: Size of the largest draft.
-    """
-
-    def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
+    def __init__(self, drafter: DraftModelDrafter, target: DraftTarget, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
         translation, device = drafter.translation(target.model), execution_device(assistant)
         self._drafter, self._roots = drafter, context.roots
         # the cache of an assistant that verifies only chains requires rows of equal length
         together = facts.supports_trees or (target.lockstep and translation is None)
         self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
-        self._text = AssistantText(translation)
-        prompts = [self._text.prompt(context, rows) for rows in self._rows]
-        self._readers = [
-            AssistantReader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids, mask) for ids, mask in prompts
-        ]
+        self._translation = translation
+        ids = context.input_ids
+        mask = torch.ones_like(ids) if context.padding is None else context.padding.valid.to(ids)
+        prompts = [(ids[rows], mask[rows]) for rows in self._rows]
+        if translation is not None:
+            prompts = [translation.prompts(*prompt) for prompt in prompts]
+        self._readers = [AssistantReader(facts.new_target(assistant, 0, SPARE_SLOTS), *prompt) for prompt in prompts]
         self._longest = max(ids.shape[1] for ids, _ in prompts)  # upper bound of the number of tokens in a row
         self._read(context.roots[:, None], None)
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)
@@ -257,13 +236,7 @@ class DraftModelSession(DraftSession):
         return _joined(drafts, self._roots.device)
 
     def _draft(self, reader: AssistantReader, roots: Tensor, budget: Budget) -> Draft:
-        """Draft for the rows of a reader, on the assistant's device.
-
-        Args:
-            reader: Reads and drafts.
-            roots: `[R]` last emitted tokens.
-            budget: Size of the draft, not plain.
-        """
+        """Draft for the rows of a reader, whose last emitted tokens are the roots `[R]`, on the assistant's device."""
         draw = self._draw_chain if self._drafter.sample else self._grow_tree
         draft = draw(reader, roots, reader.read()[:, 0], budget)
         reader.forget()
@@ -276,15 +249,13 @@ class DraftModelSession(DraftSession):
         self._roots = acceptance.next_token
 
     def _read(self, tokens: Tensor, emitted: Sequence[Sequence[int]] | None) -> None:
-        """Queue emitted tokens `[B, P]`, padded with -1, for the readers.
-
-        Args:
-            tokens: The tokens.
-            emitted: The same on the host, without padding; None if they have not been read.
-        """
+        """Queue emitted tokens `[B, P]`, padded with -1, for the readers; `emitted` are the same if on the host."""
         longest = 0
         for reader, rows in zip(self._readers, self._rows, strict=True):
-            ids, counts = self._text.emitted(tokens[rows], None if emitted is None else emitted[rows])
+            ids, on_host = tokens[rows], None if emitted is None else emitted[rows]
+            counts = [1] * len(ids) if on_host is None else [len(row) for row in on_host]
+            if self._translation is not None:
+                ids, counts = self._translation.emitted(ids, on_host)
             reader.add(ids, counts)
             longest = max(longest, *counts)
         self._longest += longest
@@ -301,12 +272,7 @@ class DraftModelSession(DraftSession):
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """Return the `Level` of K nodes: their `top_k` likeliest children that may be drafted.
-
-        Args:
-            logits: `[R, K, V]` of the assistant after the nodes.
-            top_k: Children per node.
-        """
+        """Return the likeliest children that may be drafted of K nodes, after which the logits are `[R, K, V]`."""
         # rounding could give values above 0, but no child may score above its parent
         log_probs = self._vocabulary.narrowed(logits).float().log_softmax(-1).clamp(max=0)
         values, index = log_probs.topk(top_k, dim=-1)
@@ -345,3 +311,192 @@ def _joined(drafts: Sequence[Draft], device: torch.device) -> Draft:
     draft_probs, max_depth = joined([draft.tree.draft_probs for draft in drafts]), drafts[0].tree.max_depth
     tree = TokenTree(tokens, parents, draft_probs, max_depth=max_depth)
     return Draft(tree, joined([draft.log_probs for draft in drafts]))
+
+
+class AssistantReader:
+    """Runs the assistant on some rows of a batch; its cache holds their text, followed by the nodes being drafted.
+
+    Args:
+        target: The assistant, with an empty cache.
+        prompt: `[R, P]` ids.
+        mask: `[R, P]` long, 0 at padding, which is on the left.
+
+    Attributes:
+        device: The assistant's device, on which logits are returned.
+    """
+
+    def __init__(self, target: Target, prompt: Tensor, mask: Tensor) -> None:
+        self._target, self.device = target, execution_device(target.model)
+        self._largest_id = num_embeddings(target.model) - 1
+        self._prompt: tuple[Tensor, Tensor] | None = (prompt.to(self.device), mask.to(self.device))
+        self._pending = self._prompt[0][:, :0]
+        self._counts = [0] * len(prompt)
+        self._last: Tensor | None = None  # [R, V] after the text
+        self._drafted: TokenTree | None = None
+
+    def add(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Queue text for the next `read`: tokens `[R, P]`, padded with -1, and the number of tokens in each row."""
+        self._pending = torch.cat([self._pending, tokens.to(self.device)], dim=-1)
+        self._counts = [known + count for known, count in zip(self._counts, counts, strict=True)]
+
+    def read(self, num_masks: int = 0, mask_token: int = 0) -> Tensor:
+        """Commit queued text (first the prompt) in one forward, and predict the tokens after it.
+
+        A row of the forward holds the queued tokens, then the masks, then padding, all as one chain: under a causal
+        mask, padding at the end has no effect. Only the queued tokens stay in the cache.
+
+        Args:
+            num_masks: Mask tokens appended to the text; only for assistants that verify trees.
+            mask_token: Their id.
+
+        Returns:
+            Logits `[R, 1 + num_masks, V]` after the text, then after each mask; all are also valid in rows without new
+            text.
+        """
+        if self._prompt is not None:
+            ids, mask = self._prompt
+            model, self._prompt = self._target.model, None
+            inputs = first_inputs(model, mask, self._target.cache)
+            if supports_logits_to_keep(model):
+                inputs["logits_to_keep"] = 1
+            prefilled = self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
+            self._last = prefilled.logits[:, -1].to(self.device)
+        width = max(self._counts)
+        if width + num_masks == 0:
+            assert self._last is not None
+            return self._last[:, None]
+        # tokens first, in order: each `add` has padded its own columns
+        tokens_first = (self._pending < 0).int().sort(dim=-1, stable=True).indices[:, :width]
+        tokens = nn.functional.pad(self._pending.gather(1, tokens_first), (0, num_masks), value=-1)
+        counts = (tokens >= 0).sum(-1, keepdim=True)
+        nodes = torch.arange(width + num_masks, device=tokens.device)
+        masks = (nodes >= counts) & (nodes < counts + num_masks)
+        chain = TokenTree(torch.where(masks, mask_token, tokens), nodes + ROOT_PARENT)
+        logits = self._verify(chain)
+        path = torch.where(nodes < counts, nodes, -1)[:, :width]
+        kept = tuple(tuple(range(count)) for count in self._counts)
+        drafted = (chain.num_nodes - 1,) * len(kept)
+        self._target.commit(chain, Accepted(path, chain.tokens, chain.tokens[:, -1], kept, kept, drafted))
+        # index of the last queued token, then of each mask
+        last_token_and_masks = (counts + torch.arange(-1, num_masks, device=counts.device)).clamp(min=0)
+        logits = logits.gather(1, last_token_and_masks[..., None].expand(-1, -1, logits.shape[-1]))
+        if self._last is not None and min(self._counts) == 0:
+            # the text of a row without queued tokens has not changed, nor have the logits after it
+            after = torch.where(counts > 0, logits[:, 0], self._last)
+            logits = torch.cat([after[:, None], logits[:, 1:]], dim=1)
+        self._pending, self._counts = self._pending[:, :0], [0] * len(self._counts)
+        self._last = logits[:, 0]
+        return logits
+
+    def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
+        """Append a level of K drafted nodes per row and return the logits `[R, K, V]` after them.
+
+        Args:
+            tokens: `[R, K]`.
+            parents: `[R, K]` index of each parent among the appended nodes; -1: the node directly follows the text.
+            depth: Depth of the nodes, 1 if they directly follow the text.
+        """
+        known = 0
+        if self._drafted is not None:
+            known = self._drafted.num_nodes
+            tokens = torch.cat([self._drafted.tokens, tokens], dim=-1)
+            parents = torch.cat([self._drafted.parents, parents], dim=-1)
+        self._drafted = TokenTree(tokens, parents, max_depth=depth - 1)
+        return self._verify(self._drafted, known)
+
+    def forget(self) -> None:
+        """Remove the drafted nodes from the cache."""
+        if self._drafted is not None:
+            self._target.rollback(self._drafted.num_nodes)
+            self._drafted = None
+
+    def _verify(self, tree: TokenTree, known: int = 0) -> Tensor:
+        # ids that the assistant does not embed are placeholders or padding rows of the target's embedding
+        ids = tree.tokens.clamp(0, self._largest_id)
+        tree = TokenTree(ids, tree.parents, max_depth=tree.max_depth)
+        return self._target.extend(tree, known).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """The S tokens that an assistant may draft for a target, and how they map to the ids of both models.
+
+    With the target's tokenizer, these are the ids below S, which are the same in both models. With another one, they
+    are the shared tokens of a translation.
+
+    Attributes:
+        size: S.
+        width: V, the size of the target's logits.
+    """
+
+    size: int
+    width: int
+    translation: TokenTranslation | None
+    _target_ids: Tensor | None = None  # [S]
+    _assistant_ids: Tensor | None = None  # [S]
+    _assistant_id_of: Tensor | None = None  # [V] assistant ids of the shared tokens, 0 elsewhere
+
+    @classmethod
+    def of(
+        cls, target: PreTrainedModel, assistant: PreTrainedModel, translation: TokenTranslation | None,
+        device: torch.device,
+    ) -> DraftVocabulary:  # fmt: skip
+        """Create the tables on the assistant's device; no translation: it has the target's tokenizer."""
+        num_tokens, width = _target_sizes(target)
+        if translation is None:
+            return cls(min(num_tokens, _num_known_tokens(assistant)), width, None)
+        target_ids, assistant_ids = translation.shared.to(device).unbind(-1)
+        table = torch.zeros(width, dtype=torch.long, device=device).scatter(0, target_ids, assistant_ids)
+        return cls(len(target_ids), width, translation, target_ids, assistant_ids, table)
+
+    def narrowed(self, logits: Tensor) -> Tensor:
+        """Select the logits `[..., S]` of this vocabulary's tokens from the assistant's logits `[..., Va]`."""
+        if self._assistant_ids is None:
+            return logits[..., : self.size]
+        return logits.index_select(-1, self._assistant_ids)
+
+    def target_tokens(self, index: Tensor) -> Tensor:
+        """Return the target's ids of tokens given by their index in this vocabulary, in the same shape."""
+        return index if self._target_ids is None else self._target_ids[index]
+
+    def assistant_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the assistant's ids of drafted tokens, which are the target's ids, in the same shape."""
+        return tokens if self._assistant_id_of is None else self._assistant_id_of[tokens]
+
+    def without(self, logits: Tensor, assistant_token: int) -> Tensor:
+        """Return logits `[..., S]` with -inf at one of the assistant's tokens."""
+        ids = self._assistant_ids
+        if ids is None:
+            ids = torch.arange(self.size, device=logits.device)
+        return torch.where(ids == assistant_token, -torch.inf, logits)
+
+    def num_without(self, assistant_token: int) -> int:
+        """Return the number of these tokens without one of the assistant's, which need not be one of them."""
+        if self.translation is None:
+            return self.size - (assistant_token < self.size)
+        return self.size - int((self.translation.shared[:, 1] == assistant_token).sum())
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """Return probabilities `[..., V]` over the target's ids, 0 at all other tokens, of those `[..., S]` here."""
+        if self._target_ids is None:
+            return nn.functional.pad(probs, (0, self.width - self.size))
+        spread = probs.new_zeros(*probs.shape[:-1], self.width)
+        return spread.index_copy(-1, self._target_ids, probs)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model can embed; it may exceed the config's vocabulary size."""
+    return int(getattr(model.get_input_embeddings(), "num_embeddings", 0) or text_config(model).vocab_size)
+
+
+def _num_known_tokens(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model can both embed and predict."""
+    size = num_embeddings(model)
+    return min(size, int(getattr(model.get_output_embeddings(), "out_features", size)))
+
+
+def _target_sizes(target: PreTrainedModel) -> tuple[int, int]:
+    """Return the number of ids that a target can emit, and the size V of its logits, which may be larger."""
+    vocab_size = int(text_config(target).vocab_size)
+    width = int(getattr(target.get_output_embeddings(), "out_features", vocab_size))
+    return min(vocab_size, width), width

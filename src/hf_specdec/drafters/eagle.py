@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.features import (
     DraftGraphs,
     DraftPlan,
@@ -27,20 +27,21 @@ from hf_specdec.drafters.features import (
     committed_for,
     first_positions,
 )
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.base import EagleFamilyHead, bind_head
 from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.stages import Stages, stages_of, traced_stages
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding, Window, token_positions
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -125,7 +126,7 @@ class LayerDrafter(Drafter):
         """Return the budget of the largest tree, see `tree_limits`."""
         return self.tree_limits(config).budget
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; it reads the prompt in its first `propose`."""
         return self._session(target.model, context, self.tree_limits(config))
 
@@ -248,6 +249,7 @@ class LayerFunctions(HeadFunctions):
         return outputs.to(tokens.device)
 
 
+@register("eagle", heads=(EagleHead, Eagle3Head))
 class EagleDrafter(LayerDrafter):
     """Drafts with a head of EAGLE-1 or 2, which shares the target's embedding and lm_head, or of EAGLE-3.
 

@@ -26,6 +26,7 @@ from hf_specdec.trees.growth import StaticLevels, TreeShape, choices_within
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.validation import Choice
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import PromptPadding, Window, shifted_padding
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import (
     CAPTURED_WIDTHS,
@@ -38,7 +39,7 @@ from hf_specdec.verification.graphs import (
     Slots,
     width_for,
 )
-from hf_specdec.verification.masks import PromptPadding, Window, committed_slots, shifted_padding
+from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.step import Step
 

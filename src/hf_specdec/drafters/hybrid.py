@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.control.policy import LearnedStats, MergePolicy, Width
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import CachedCandidates, Candidates, MergedTree, merge
-from hf_specdec.drafters.checked import limits_of, start_session
-from hf_specdec.drafters.queries import Answer, Queries, Source
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.acceptance.accepted import Stopwatch
+from hf_specdec.config import AUTO, COMBINED, HYBRID, SpeculativeConfig
+from hf_specdec.control.policy import LearnedStats, MergePolicy, QueryStats, Width
+from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
+from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
+from hf_specdec.drafters.checked import checked_limits, start_session
+from hf_specdec.drafters.registry import FREE, HISTORY, method_named, methods
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.verification.masks import Window
+from hf_specdec.verification.features import Window
+from hf_specdec.verification.memory import one_time_work, persistent_tensors
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
-MAX_NODES = 64
-"""Default maximum number of nodes in the merged tree, root included."""
-MAX_STEPS = 48
-"""Default maximum depth of the merged tree."""
-MAX_CHILDREN = 8
-"""Default maximum number of children per node."""
 HEAD_NODES = 32
 """Nodes that a head drafts, root included; the merged tree takes the best of them."""
+LOG_PROB_UNIT = 2.0**-20
+"""Log-probabilities are sent to the host as integer multiples of this, in the same transfer as the tokens."""
 
 
 class HybridDrafter(Drafter):
@@ -54,7 +52,10 @@ class HybridDrafter(Drafter):
         InvalidConfigError: `parts` is empty.
     """
 
-    method = "hybrid"
+    method = HYBRID
+    accepts = SIZES
+    tree_from = "its parts: a tree belongs to a single method"
+    defaults = Budget(64, 48, 8)
 
     def __init__(self, parts: Mapping[str, Drafter], learned: LearnedStats | None = None) -> None:
         if not parts:
@@ -123,27 +124,21 @@ class HybridDrafter(Drafter):
         """Return the size of the largest merged tree, after checking the limits of every part.
 
         Raises:
-            InvalidConfigError: `tree` is set, or a part rejects its configuration.
-            DrafterMismatchError: A third-party part is invalid, see `checked.limits_of`.
+            InvalidConfigError: A part rejects its configuration.
+            DrafterMismatchError: A third-party part is invalid, see `checked_limits`.
         """
-        if config.tree is not None:
-            raise InvalidConfigError(
-                f"The tree of {config.method!r} follows from its parts, got tree={config.tree!r}.",
-                "Set num_draft_tokens, num_steps or top_k, or name one method.",
-            )
         for name, part in self._parts.items():  # an invalid part is refused before any work
-            limits_of(part, _part_config(part, name, config), name)
-        num_nodes = config.num_draft_tokens or MAX_NODES
-        num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
-        return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
+            checked_limits(part, _part_config(part, name, config), name)
+        limits = super().limits(config)
+        return replace(limits, num_steps=min(limits.num_steps, max(limits.num_nodes - 1, 1)))
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session of every part, and return one that merges their drafts."""
         sources = []
         for name, part in self._parts.items():
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
-            sources.append(Source(name, session, limits_of(part, part_config, name)))
+            sources.append(MergedSource(name, session, checked_limits(part, part_config, name)))
         return _HybridSession(sources, self.learned, context)
 
 
@@ -155,14 +150,99 @@ def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> Specula
     default = SpeculativeConfig(part.method, draft_window=config.draft_window if part.has_window else None)
     try:
         wide = replace(default, num_draft_tokens=HEAD_NODES)
-        limits_of(part, wide, name)
+        checked_limits(part, wide, name)
     except InvalidConfigError:  # its tree is fixed
         return default
     return wide
 
 
+def choose_drafter(
+    config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
+    learned: LearnedStats, history: Drafter | None = None,
+) -> Drafter:  # fmt: skip
+    """Return the drafter that a config names.
+
+    Args:
+        config: Its `method` names a registered drafter, a method, or several of them merged (`"auto"`, `"hybrid"`).
+            `"auto"` with a `tree` uses the first loaded drafter alone, if any: a tree belongs to one drafter.
+        model: The target.
+        registered: Drafters of the model by name.
+        made: Drafters made earlier for methods without a head, by method; new ones are added.
+        learned: Statistics of merged drafting with the model.
+        history: Drafter of earlier answers, merged with the others; None if the config uses no history.
+
+    Raises:
+        InvalidConfigError: A name is unknown, `methods` names a drafter that already merges others, or `history` is
+            given for a single drafter.
+        DrafterMismatchError: The method needs a head or another part, and none is loaded; or the model's own modules
+            that it needs do not exist.
+        UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
+        CheckpointFormatError: These modules cannot be read from the model's checkpoint.
+    """
+    by_method: dict[str, Drafter] = {}
+    for drafter in registered.values():
+        by_method.setdefault(drafter.method, drafter)
+    known = {**by_method, **registered}
+
+    def single(name: str) -> Drafter:
+        """Return the registered drafter of this name, else one of this method, else one made without a head."""
+        name = method_named(name, known)
+        if name in known:
+            return known[name]
+        row = methods()[name]
+        if row.requires is not None:
+            part = "a head" if row.heads else row.part
+            raise DrafterMismatchError(
+                f"speculative={name!r} needs {part}, and none is loaded for this model.", f"First {row.requires}."
+            )
+        if name not in made:
+            with persistent_tensors():
+                made[name] = row.make() if row.native is None else row.native(model)
+        return made[name]
+
+    name = method_named(config.method, known)
+    if history is not None and (name in registered or config.tree is not None or HISTORY in registered):
+        other = f"a drafter that is called {HISTORY!r}" if HISTORY in registered else f"a drafter called {name!r}"
+        cause = f"tree={config.tree!r}" if config.tree is not None else other
+        raise InvalidConfigError(f"`history` cannot be combined with {cause}.", "Drop one of them.")
+    if name not in COMBINED or name in registered:
+        return single(name)
+    loaded = [own for own, drafter in registered.items() if not drafter.is_combined]
+    if name == AUTO and config.tree is not None and loaded:  # a given tree belongs to one drafter
+        return single(loaded[0])
+    names = config.methods or dict.fromkeys((*loaded, *FREE))
+    if any(part in COMBINED or (part in registered and registered[part].is_combined) for part in names):
+        raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
+    parts = {part: single(part) for part in names}
+    return HybridDrafter(parts if history is None else {**parts, HISTORY: history}, learned)
+
+
+@dataclass(slots=True)
+class MergedSource:
+    """One part of a hybrid drafter in one generation: its session, its limits, and its queries so far."""
+
+    name: str
+    session: DraftSession
+    limits: Budget
+    num_queries: int = 0
+    query_seconds: float = 0.0
+
+    def limits_within(self, budget: Budget, stats: QueryStats) -> Budget:
+        """Return the budget of a query for a merged tree: a chain if that has `top_k` 1."""
+        return replace(self.limits.chain if budget.top_k == 1 else self.limits, num_steps=stats.num_steps)
+
+
+class _Answer(NamedTuple):
+    """A head's draft for one step, as candidates to merge."""
+
+    stats: QueryStats  # statistics of the depth that was queried
+    candidates: list[DraftedCandidates]  # per row
+    seconds: float  # to draft it and read it; device time, without reading, if launched with the last step
+    usual: bool  # whether its time is typical: not a first draft, and nothing was captured or compiled
+
+
 class _HybridSession(DraftSession):
-    def __init__(self, sources: Sequence[Source], learned: LearnedStats, context: DraftContext) -> None:
+    def __init__(self, sources: Sequence[MergedSource], learned: LearnedStats, context: DraftContext) -> None:
         self._free = [source for source in sources if source.session.has_candidates]
         self._heads = [source for source in sources if not source.session.has_candidates]
         self._roots = context.roots
@@ -171,7 +251,9 @@ class _HybridSession(DraftSession):
         self._candidates: dict[str, Sequence[Candidates]] = {}  # of this step: by source, one per row
         self._launches = context.launches
         self._proposed = False  # whether this step was drafted, not decided to be plain by the controller
-        self._queries = Queries(context.roots.device)
+        # drafts launched in this step, not read yet, and those launched with the last step, by source
+        self._unread: list[tuple[MergedSource, QueryStats, Draft, int, bool, Stopwatch]] = []
+        self._launched: dict[str, _Answer] = {}
         on_cpu = context.roots.device.type == "cpu"
         self._learned = learned
         self._policy = MergePolicy(learned, context.step_costs, len(context.roots), reads_are_free=on_cpu)
@@ -180,15 +262,14 @@ class _HybridSession(DraftSession):
 
     def propose(self, budget: Budget) -> Draft:
         self._proposed = True
-        if not self._policy.begin_step():
-            return Draft.plain(self._roots)
+        self._policy.begin_step()
         begin = time.perf_counter()
         self._candidates = {
             source.name: list(map(CachedCandidates, source.session.candidates)) for source in self._free
         }
         trees = self._merge(budget)
         free_seconds = time.perf_counter() - begin
-        width = self._policy.choose_width(_path_probs(trees), budget.num_nodes)
+        width = self._policy.choose_width([tree.path_probs for tree in trees], budget.num_nodes)
         self._policy.expect(width)
         head_seconds = 0.0
         for head in self._heads:
@@ -204,59 +285,78 @@ class _HybridSession(DraftSession):
             if not answer.usual:
                 seconds = answer.stats.seconds if answer.stats.num_queries else 0.0
             head_seconds += seconds
-            wider = self._policy.choose_width(_path_probs(trees), budget.num_nodes, head_seconds)
+            wider = self._policy.choose_width([tree.path_probs for tree in trees], budget.num_nodes, head_seconds)
             if answer.usual:
                 self._policy.note_query(answer.stats, width, wider)
             width = wider
-        self._policy.finish_draft(_path_probs(trees), width, free_seconds)
+        self._policy.finish_draft([tree.path_probs for tree in trees], width, free_seconds)
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Return one merged tree per active row; a tree stops growing when more nodes cannot pay.
-
-        Args:
-            budget: Maximum size of each tree.
-            head_seconds: Seconds of the heads' drafts in this step.
-        """
+        """Return one merged tree per active row; a tree stops growing when more nodes cannot pay."""
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
-            merge(
-                self._tokens[row], [candidates[row] for candidates in self._candidates.values()],
-                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
-                trusts=trusts, stop_rule=self._policy.stop_rule(budget.num_nodes, head_seconds),
+            merge_sources(
+                self._tokens[row],
+                [candidates[row] for candidates in self._candidates.values()],
+                budget,
+                trusts,
+                self._policy.stop_rule(budget.num_nodes, head_seconds),
             )
             for row in self._active
-        ]  # fmt: skip
+        ]
 
-    def _answer(self, head: Source, budget: Budget, without: Width) -> Answer | None:
+    def _answer(self, head: MergedSource, budget: Budget, without: Width) -> _Answer | None:
         """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay.
 
-        Args:
-            head: The head.
-            budget: Budget of the merged tree.
-            without: The best width of the merged tree without this head.
+        `without` is the best width of the merged tree without this head.
         """
         if self._launches and head.session.can_launch:
-            return self._queries.launched(head)
+            return self._launched.get(head.name)
         schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
         stats = self._policy.choose_query(schedule, without, len(self._active))
         if stats is None:
             return None
-        answer = self._queries.query(head, stats, budget, self._policy.min_level_probability(schedule, without))
-        if answer.usual:
-            schedule.time_levels(max(candidates.depth for candidates in answer.candidates), answer.seconds)
+        least = self._policy.min_level_probability(schedule, without)
+        limits = replace(head.limits_within(budget, stats), min_level_probability=least)
+        begin, before = time.perf_counter(), one_time_work()
+        draft = head.session.propose(limits)
+        candidates = _candidates(draft, read(*_as_integers(draft)))
+        usual = head.num_queries > 0 and one_time_work() == before  # the first draft reads the prompt
+        answer = _Answer(stats, candidates, time.perf_counter() - begin, usual)
+        if usual:
+            schedule.time_levels(max(row.depth for row in candidates), answer.seconds)
         return answer
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch drafts of the heads that are expected to pay; return their trees for the host to read."""
         tensors = list[Tensor]()
         for head in self._heads:
-            if head.session.can_launch:
-                schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
-                stats = self._policy.choose_launch(schedule, len(self._active))
-                if stats is not None:
-                    tensors += self._queries.launch(head, stats, budget, step)
+            if not head.session.can_launch:
+                continue
+            schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
+            stats = self._policy.choose_launch(schedule, len(self._active))
+            if stats is None:
+                continue
+            limits = head.limits_within(budget, stats)
+            before = one_time_work()
+            stopwatch = Stopwatch(self._roots.device)
+            with stopwatch:
+                head.session.launch(step, limits)
+                draft = head.session.propose(limits)
+            tree = _as_integers(draft)
+            tensors += tree
+            usual = head.num_queries > 0 and one_time_work() == before
+            self._unread.append((head, stats, draft, len(tree), usual, stopwatch))
         return tensors
+
+    def _receive(self, lists: Sequence[list[list[int]]]) -> None:
+        """Store the drafts launched in this step as answers, given their values on the host; drop older answers."""
+        remaining, self._launched = iter(lists), {}
+        for head, stats, draft, num_tensors, usual, stopwatch in self._unread:
+            candidates = _candidates(draft, list(islice(remaining, num_tensors)))
+            self._launched[head.name] = _Answer(stats, candidates, stopwatch.take(), usual)
+        self._unread = []
 
     def _draft(self, trees: Sequence[MergedTree], num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of each active row's tree as a draft; ended rows have only a root."""
@@ -279,7 +379,7 @@ class _HybridSession(DraftSession):
     # ------------------------------------------------------------------------------------------- learning
 
     def observe(self, step: Step) -> None:
-        self._queries.receive(step.acceptance.launched or ())
+        self._receive(step.acceptance.launched or ())
         begin, emitted = time.perf_counter(), step.acceptance.emitted
         for row in self._active:
             self._count(row, emitted[row])
@@ -325,5 +425,16 @@ class _HybridSession(DraftSession):
         }  # fmt: skip
 
 
-def _path_probs(trees: Sequence[MergedTree]) -> list[list[float]]:
-    return [tree.path_probs for tree in trees]
+def _as_integers(draft: Draft) -> list[Tensor]:
+    """Return tokens, parents and (if known) rounded log-probabilities as integers `[B, N]`, for one transfer."""
+    tensors = [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
+    if draft.log_probs is not None:
+        tensors.append((draft.log_probs.clamp(min=-100.0, max=0.0) / LOG_PROB_UNIT).round().long())
+    return tensors
+
+
+def _candidates(draft: Draft, lists: Sequence[list[list[int]]]) -> list[DraftedCandidates]:
+    """Return each row's tree as candidates, from the values of `_as_integers` on the host."""
+    tokens, parents, *others = lists
+    log_probs = [[LOG_PROB_UNIT * units for units in row] for row in others[0]] if others else [None] * len(tokens)
+    return [DraftedCandidates(*row) for row in zip(tokens, parents, log_probs, strict=True)]

@@ -16,24 +16,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.base import bind_head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, choice_parents, choices_budget, choices_within
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.validation import Choice, check_type, validate_choices
-from hf_specdec.verification.features import LAST
-from hf_specdec.verification.masks import Window
+from hf_specdec.verification.features import LAST, Window
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 24
 
 
+@register("medusa", heads=(MedusaHeads,))
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
@@ -115,7 +116,7 @@ class MedusaDrafter(Drafter):
         """Return a window of one token, the last of the prompt."""
         return Window(1)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session with the hidden state of the prompt's last token."""
         return _MedusaSession(self.heads, target.model, context, self.choices(config))
 

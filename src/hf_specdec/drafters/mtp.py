@@ -15,24 +15,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.mtp_layouts import drops_mtp, target_mtp
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter, LayerFunctions
 from hf_specdec.drafters.features import Entries, FeatureSession, LayerLimits, committed_for, first_positions
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graphs import Appended
-from hf_specdec.verification.masks import PromptPadding, Window, token_positions
-from hf_specdec.verification.programs import ExecutionMode
 
 MTP_STEPS = 3
 """Default depth of drafts with a single module, as in FastMTP."""
 
 
+@register("mtp", heads=(MtpHead, LayerMtpHead))
 class MtpDrafter(EagleDrafter):
     """Drafts with a trained MTP module, applied repeatedly to its own output.
 

@@ -14,19 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.formats import MASK_TOKEN_FIELDS, PARD_2, PARD_2_HINT, mask_token_in, needs_features
-from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
-from hf_specdec.drafters.base import DraftContext, DraftSession
-from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters.base import DraftContext, DraftSession, DraftTarget
+from hf_specdec.drafters.draft_model import AssistantReader, DraftModelDrafter, DraftModelSession, num_embeddings
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, likeliest_nodes, reachable
-from hf_specdec.verification.target import Target
-
-DEFAULT_NUM_STEPS = 8
-"""Default depth: the number of tokens that assistants are trained to predict at once. PARD's own default is 12, chosen
-for GPUs; a longer draft costs no more forwards, but more tokens in those of both models."""
 
 
+@register(
+    "pard",
+    part="a PARD assistant model",
+    how_given="pass assistant_model=, or call model.load_drafter(path_or_hub_id)",
+)
 class PardDrafter(DraftModelDrafter):
     """Drafts `num_steps` tokens per forward of an assistant, at mask tokens that follow the text.
 
@@ -44,8 +45,10 @@ class PardDrafter(DraftModelDrafter):
         tokenizer, assistant_tokenizer: See `DraftModelDrafter`.
     """
 
-    method = "pard"
-    default_num_steps = DEFAULT_NUM_STEPS
+    # The depth is the number of tokens that assistants are trained to predict at once. PARD's own default is 12,
+    # chosen for GPUs; a longer draft costs no more forwards, but more tokens in those of both models.
+    defaults = Budget(num_nodes=16, num_steps=8, top_k=1)
+    _growable = staticmethod(reachable)
 
     def __init__(self, assistant: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:
         super().__init__(assistant, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
@@ -93,12 +96,14 @@ class PardDrafter(DraftModelDrafter):
                 'Use speculative="draft_model", which drafts token by token.',
             )
 
-    def _growable(self, budget: Budget) -> Budget:
-        return reachable(budget)
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """Start a session; its first `propose` reads the prompt.
 
-    def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:
-        self._check_trees()  # again, because the assistant may have changed
-        return _PardSession(self, target, context, limits, self.mask_token)
+        Raises:
+            UnsupportedModelError: The assistant has changed and can no longer verify trees.
+        """
+        self._check_trees()
+        return _PardSession(self, target, context, self.limits(config))
 
 
 def fields_of(assistant: Any) -> Mapping[str, Any]:
@@ -108,12 +113,10 @@ def fields_of(assistant: Any) -> Mapping[str, Any]:
 
 
 class _PardSession(DraftModelSession):
-    def __init__(
-        self, drafter: PardDrafter, target: Target, context: DraftContext, limits: Budget, mask_token: int
-    ) -> None:
+    def __init__(self, drafter: PardDrafter, target: DraftTarget, context: DraftContext, limits: Budget) -> None:
         super().__init__(drafter, target, context, limits)
-        self._mask_token = mask_token
-        num_tokens = self._vocabulary.num_without(mask_token)
+        self._mask_token = drafter.mask_token
+        num_tokens = self._vocabulary.num_without(self._mask_token)
         self._limits = replace(self._limits, top_k=min(self._limits.top_k, num_tokens))
 
     def _draft(self, reader: AssistantReader, roots: Tensor, budget: Budget) -> Draft:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 
@@ -22,12 +23,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import whole_file
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import Candidate, Candidates
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.drafters.base import (
+    SIZES,
+    Candidate,
+    Candidates,
+    CandidateSession,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    DraftTarget,
+    Needs,
+)
 from hf_specdec.drafters.captured_recycling import advance_captured
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import checked_path, open_regular
 from hf_specdec.trees.draft import Budget, Draft
@@ -35,14 +46,9 @@ from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Graphed
-from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.programs import ExecutionMode
+from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
-DEFAULT_NUM_NODES = 8
-DEFAULT_NUM_STEPS = 4
-DEFAULT_TOP_K = 4
 WIDTH = 8
 """Default number of candidates stored per token and per pair."""
 PAIRS = 2**16
@@ -57,6 +63,7 @@ PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
 """Ratio of acceptance rate to stored probability of candidates after a pair, and of those after a single token."""
 
 
+@register("token_recycling")
 class TokenRecyclingDrafter(Drafter):
     """Drafts from a table of the tokens that the target found most likely after each token. Works with any model.
 
@@ -72,7 +79,9 @@ class TokenRecyclingDrafter(Drafter):
         InvalidConfigError: `width` or `pairs` is not an integer in its range.
     """
 
-    method = "token_recycling"
+    accepts = SIZES
+    tree_from = "what it has learned"
+    defaults = Budget(8, 4, 4)
 
     def __init__(self, *, width: int = WIDTH, pairs: int = PAIRS, reads_prompt: bool = False) -> None:
         require_integer("width", width, 1, MAX_TOP_K)
@@ -95,27 +104,21 @@ class TokenRecyclingDrafter(Drafter):
         """Return the size of the largest tree; trees are smaller while the table has few entries.
 
         Raises:
-            InvalidConfigError: `tree` is set, or `top_k` exceeds the stored candidates.
+            InvalidConfigError: `top_k` exceeds the stored candidates.
         """
-        if config.tree is not None:
+        limits = super().limits(config)
+        if config.top_k is None:
+            limits = replace(limits, top_k=min(limits.top_k, self._width))
+        if limits.top_k > self._width:
             raise InvalidConfigError(
-                f"The tree of 'token_recycling' depends on what it has learned, got tree={config.tree!r}.",
-                "Set num_draft_tokens, num_steps or top_k instead.",
-            )
-        top_k = config.top_k or min(DEFAULT_TOP_K, self._width)
-        if top_k > self._width:
-            raise InvalidConfigError(
-                f"`top_k` {top_k} exceeds the {self._width} candidates stored per token.",
+                f"`top_k` {limits.top_k} exceeds the {self._width} candidates stored per token.",
                 "Add a TokenRecyclingDrafter with a larger `width` to the model.",
             )
-        num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
-        return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
+        return growable(limits)
 
     def bind(self, model: PreTrainedModel) -> None:
         """Create an empty table, which replaces one for another vocabulary size or device; keep a table that fits."""
-        # some models embed more tokens than config.vocab_size
-        embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
-        size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
+        size, device = num_embedded_tokens(model), execution_device(model)
         if self.table is None or self.table.vocab_size != size or self.table.keys.device != device:
             self.table = RecycledTokens(size, self._width, self._pairs, device)
 
@@ -196,7 +199,7 @@ class TokenRecyclingDrafter(Drafter):
             )
         return self.table
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session, which first learns from the prompt's logits if the context has them."""
         table = self._learned()
         on_host = table.keys.device.type == "cpu"
@@ -260,22 +263,16 @@ class _HostRecyclingSession(_RecyclingSession, CandidateSession):
     @property
     def candidates(self) -> Sequence[Candidates]:
         pairs = zip(self._previous.tolist(), self._roots.tolist(), strict=True)
-        return [RecycledCandidates(self._table, previous, token) for previous, token in pairs]
+        return [_RecycledCandidates(self._table, previous, token) for previous, token in pairs]
 
 
-class RecycledCandidates(Candidates):
-    """Candidates of one row from a table. A place is a pair (previous token, token); previous is -1 if unknown.
-
-    Args:
-        table: A table on the CPU.
-        previous, token: The token before the root, and the root.
-    """
+class _RecycledCandidates(Candidates):
+    """Candidates of one row from a table on the CPU; a place is a pair (previous token or -1, token)."""
 
     def __init__(self, table: RecycledTokens, previous: int, token: int) -> None:
         self._table, self.start = table, (previous, token)
 
     def after(self, place: tuple[int, int]) -> Sequence[Candidate]:
-        """Return the best candidates after the pair, or after the token alone if the pair is unknown."""
         log_probs, ids, paired = self._table.row(*place)
         trusted = PAIR_TRUST if paired else TOKEN_TRUST
         return [
@@ -285,5 +282,4 @@ class RecycledCandidates(Candidates):
         ]
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Return the pair of the place's token and the given one."""
         return place[1], token

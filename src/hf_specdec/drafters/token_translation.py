@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.host_sync import upload
 from hf_specdec.verification.memory import persistent_tensors
 
 KEPT_TRANSLATIONS = 4
@@ -27,7 +28,7 @@ SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class _Vocabulary:
     """The tokens of a tokenizer that a model knows."""
 
     texts: Mapping[int, bytes]  # what ordinary tokens stand for, best spelling of each text first
@@ -37,7 +38,7 @@ class Vocabulary:
     begins_with_bos: bool  # whether the tokenizer puts it before every text
 
     @classmethod
-    def of(cls, tokenizer: Any, size: int) -> Vocabulary:
+    def of(cls, tokenizer: Any, size: int) -> _Vocabulary:
         """Return the vocabulary of a tokenizer, with ordinary tokens as the bytes that they stand for.
 
         Args:
@@ -102,15 +103,15 @@ class TokenTranslation:
 
     shared: Tensor
     share: float
-    _target: Vocabulary
-    _assistant: Vocabulary
+    _target: _Vocabulary
+    _assistant: _Vocabulary
     _assistant_tokenizer: Any
     _ids: Mapping[bytes, int]  # the assistant's token for a text
     _longest: int  # bytes in the longest of these texts
     _read: dict[int, tuple[int, ...]] = field(default_factory=dict)  # assistant ids by target id, found so far
 
     @classmethod
-    def between(cls, target: Vocabulary, assistant: Vocabulary, assistant_tokenizer: Any) -> TokenTranslation:
+    def between(cls, target: _Vocabulary, assistant: _Vocabulary, assistant_tokenizer: Any) -> TokenTranslation:
         """Find the shared tokens of two vocabularies; the assistant's tokenizer spells all others."""
         target_ids, assistant_ids = _by_text(target.texts), _by_text(assistant.texts)
         shared = {index: assistant_ids[text] for text, index in target_ids.items() if text in assistant_ids}
@@ -150,6 +151,28 @@ class TokenTranslation:
             return read
         begin = next((index for index in (known.bos, known.eos) if index is not None), 0)
         return [begin]
+
+    def prompts(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Translate prompts `[R, P]` with a mask, 0 at padding, which is on the left; reads them on the host."""
+        pairs = zip(ids.tolist(), mask.tolist(), strict=True)
+        texts = [[token for token, real in zip(row, valid, strict=True) if real] for row, valid in pairs]
+        translated = [self.translated_prompt(text) for text in texts]
+        width = max(map(len, translated))
+        tokens = [[0] * (width - len(row)) + row for row in translated]
+        valid = [[0] * (width - len(row)) + [1] * len(row) for row in translated]
+        return upload(tokens, torch.long, ids.device), upload(valid, torch.long, ids.device)
+
+    def emitted(self, tokens: Tensor, on_host: Sequence[Sequence[int]] | None) -> tuple[Tensor, list[int]]:
+        """Translate emitted tokens; return them as `[R, Q]`, padded with -1, and their number in each row.
+
+        Args:
+            tokens: `[R, P]`, padded with -1.
+            on_host: The same on the host, without padding; None for the roots of a session (P = 1), which are read.
+        """
+        rows = [self.translated(row) for row in (tokens.tolist() if on_host is None else on_host)]
+        width = max(map(len, rows))
+        padded = [row + [-1] * (width - len(row)) for row in rows]
+        return upload(padded, torch.long, tokens.device), list(map(len, rows))
 
     def _of_token(self, token: int) -> tuple[int, ...]:
         read = self._read.get(token)
@@ -194,7 +217,7 @@ def _by_text(texts: Mapping[int, bytes]) -> dict[bytes, int]:
     return ids
 
 
-def _shared_specials(target: Vocabulary, assistant: Vocabulary) -> dict[int, int]:
+def _shared_specials(target: _Vocabulary, assistant: _Vocabulary) -> dict[int, int]:
     """Return pairs of special tokens with the same role: both end the text, or neither does and they look the same."""
     named = {spelling: index for index, spelling in assistant.special.items() if index != assistant.eos}
     pairs = {
@@ -232,5 +255,8 @@ def _translation(
     wanted = tokenizer.get_vocab().items()
     if all(known.get(token) == index < num_assistant_tokens for token, index in wanted if index < num_tokens):
         return None
-    target, assistant = Vocabulary.of(tokenizer, num_tokens), Vocabulary.of(assistant_tokenizer, num_assistant_tokens)
+    target, assistant = (
+        _Vocabulary.of(tokenizer, num_tokens),
+        _Vocabulary.of(assistant_tokenizer, num_assistant_tokens),
+    )
     return TokenTranslation.between(target, assistant, assistant_tokenizer)

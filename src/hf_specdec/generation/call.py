@@ -34,13 +34,14 @@ from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, CostModelController, FixedController, TierController
 from hf_specdec.control.costs import time_forwards
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.checked import limits_of
+from hf_specdec.drafters.checked import checked_limits
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.history import HistoryDrafter
+from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
-from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.generation import checks
+from hf_specdec.generation.checks import ASSISTED, PARD
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
 from hf_specdec.generation.state import (
     answer_history,
@@ -67,9 +68,6 @@ logger = logging.getLogger(__name__)
 SHARED_NODES = 8
 """Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same
 size, but the costs that each would measure differ."""
-
-ASSISTED, PARD = "draft_model", "pard"
-"""Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +309,7 @@ def _assisted_drafters(
     samples losslessly with chains of this drafter alone.
     """
     model, named = request.assistant_model, {ASSISTED, PARD} & {config.method, *(config.methods or ())}
-    checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config, ASSISTED, PARD)
+    checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config)
     tokenizers = {"tokenizer": request.tokenizer, "assistant_tokenizer": request.assistant_tokenizer}
     if request.assistant_tokenizer is None:  # that of the target
         tokenizers = {}
@@ -340,17 +338,17 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
     """
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
-        return limits_of(drafter, config)
+        return checked_limits(drafter, config)
     deeper = replace(config, num_steps=max(tiers.candidate_steps))
     try:
-        limits = limits_of(drafter, deeper)
+        limits = checked_limits(drafter, deeper)
         if config.num_draft_tokens is None:  # as many nodes per level as the default has
-            default = limits_of(drafter, config)
+            default = checked_limits(drafter, config)
             per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
             deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
-            limits = limits_of(drafter, deeper)
+            limits = checked_limits(drafter, deeper)
     except InvalidConfigError:  # for example, its tree is fixed
-        return limits_of(drafter, config)
+        return checked_limits(drafter, config)
     return limits
 
 

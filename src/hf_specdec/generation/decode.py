@@ -30,8 +30,7 @@ from hf_specdec.trees.tree import ROOT_PARENT
 from hf_specdec.verification.cache import layer_windows
 from hf_specdec.verification.memory import one_time_work
 from hf_specdec.verification.model import CACHE_FIELD, text_config
-from hf_specdec.verification.step import Step, StepSeconds
-from hf_specdec.verification.target import Verified
+from hf_specdec.verification.step import Step, StepSeconds, Verified
 
 MIN_REMAINING = 8
 """Minimum number of tokens that some unfinished row may still emit, for finished rows to leave the batch. Moving a row

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.drafters.answer_history import history_keys
-from hf_specdec.drafters.history import unpadded_prompts
+from hf_specdec.drafters.base import unpadded
+from hf_specdec.drafters.history import history_keys
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.generation import checks
 from hf_specdec.generation.call import Call, Request, call_in, plan_call
@@ -120,7 +120,7 @@ class GenerationHooks:
 def _remember_answers(call: Call, history_of: bool | str | Sequence[str]) -> None:
     """Add the answers of a call to the history that its config names."""
     padding, width = call.target.padding, call.input_ids.shape[1]
-    prompts = unpadded_prompts(call.input_ids, None if padding is None else padding.last(width))
+    prompts = unpadded(call.input_ids, None if padding is None else padding.last(width))
     history = answer_history(call.model)
     for row, key in enumerate(history_keys(history_of, prompts)):
         answer = call.text.new_tokens[row][: call.text.num_generated[row]]

@@ -13,9 +13,9 @@ from torch.nn import Module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.compatibility import try_drafter
+from hf_specdec.drafters.checked import try_drafter
+from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation.call import Request, warm_up
 from hf_specdec.generation.checks import check_batch_arguments

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
@@ -19,13 +20,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts
-from hf_specdec.verification.programs import (
-    CaptureError,
-    ExecutionMode,
-    has_kernels,
-    supports_kernels,
-    without_autocast,
-)
+from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
 from hf_specdec.verification.runners import Runner, WeightsVersion
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.hub import AdapterFiles, check_target_adapter
+from hf_specdec.config import ExecutionMode
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import LearnedStats
-from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
+from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.drafters.registry import check_drafter_name
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
@@ -28,7 +29,6 @@ from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
 
 STATE = "_speculation"

@@ -27,6 +27,7 @@ from hf_specdec.heads.vocabulary import HotTokens
 from hf_specdec.records import checked_path, shortened
 from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.model import execution_device, text_config
 
 NATIVE_LAYOUT = "hf-specdec"
 """Name of the layout that `save_pretrained` writes."""
@@ -293,3 +294,32 @@ class EagleFamilyHead(EmbeddingSharing, DraftHead):
                 f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
                 "Use it with the model that it was trained for.",
             )
+
+
+def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
+    """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
+
+    If the lm_head is offloaded, the head is moved to the device on which the target runs.
+
+    Raises:
+        DrafterMismatchError: Hidden size, vocabulary, number of layers or input size of the lm_head do not match, the
+            head's weights are on the meta device, or the target has no lm_head.
+    """
+    head.check_sizes(text_config(model))
+    if any(parameter.is_meta for parameter in head.parameters()):
+        raise DrafterMismatchError(
+            f"The weights of this {type(head).__name__} are on the meta device: they have no values.",
+            "Load or create it on a real device; torch.set_default_device('meta') moves new modules there.",
+        )
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")
+    size = head.config.hidden_size
+    read = getattr(lm_head, "in_features", size)
+    if head.shares_lm_head and read != size:
+        raise DrafterMismatchError(
+            f"The lm_head of {type(model).__name__} takes {read} inputs, this head produces {size}.",
+            "Use a head with its own lm_head.",
+        )
+    device = next((parameter.device for parameter in lm_head.parameters()), model.device)
+    head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)

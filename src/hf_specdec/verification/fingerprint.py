@@ -20,7 +20,7 @@ HARMLESS_HOOKS = (
     "transformers.utils.output_capturing",
     "hf_specdec.verification.features",
     "hf_specdec.verification.target",
-    "hf_specdec.drafters.experimental.partial",
+    "hf_specdec.drafters.experimental.early_exit",
 )
 """Modules whose hooks only read hidden states, so they do not change the forward."""
 

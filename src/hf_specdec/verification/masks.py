@@ -1,4 +1,4 @@
-"""Where the tokens of a forward stand and what they see: masks, positions, length bounds, windows of draft heads.
+"""Where the tokens of a forward stand and what they see: masks, positions, length bounds.
 
 A node attends to the committed tokens of its row, its ancestors and itself; sliding-window and chunked layers attend
 to fewer. transformers measures windows in *slots*: a node counts as being in the slot that it would have in plain
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.transformers_private import attention_name
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.features import PromptPadding
 
 LayerKind = Literal["full", "sliding", "chunked"]
 """Earlier slots that a layer attends to: all, the last ones within a window, or those of the same chunk."""
@@ -52,55 +52,6 @@ class MaskLayout:
             types = [f"{kind}_attention"]
         additive = attention_name(text_config) == "eager"
         return cls(tuple((name, LAYER_KINDS[name], sizes[LAYER_KINDS[name]]) for name in types), additive)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPadding:
-    """Padding of a batch of prompts; in a draft head's cache, also the tokens that its window has dropped.
-
-    Args:
-        valid: `[B, P]` bool, True for tokens.
-        counts: `[B]` slot minus position of the tokens after the prompt: padding slots, less dropped tokens.
-        left: `[B]` padding slots before the first token.
-    """
-
-    valid: Tensor
-    counts: Tensor
-    left: Tensor
-
-    @classmethod
-    def of(cls, attention_mask: Tensor | None) -> PromptPadding | None:
-        """Create from a prompt's attention mask `[B, P]`; return None without a mask or without padding in it."""
-        if attention_mask is None or bool((attention_mask != 0).all()):
-            return None
-        return cls.where(attention_mask != 0)
-
-    @classmethod
-    def where(cls, valid: Tensor) -> PromptPadding:
-        """Create from bool `[B, P]`, True for tokens."""
-        left = valid.int().argmax(-1) if valid.shape[1] else valid.sum(-1)
-        return cls(valid, (~valid).sum(-1), left)
-
-    def of_rows(self, index: Tensor) -> PromptPadding:
-        """Return the padding of some rows `[R]`."""
-        return PromptPadding(self.valid[index], self.counts[index], self.left[index])
-
-    def last(self, num_slots: int) -> PromptPadding:
-        """Return the padding in the last `num_slots` slots of the prompt."""
-        return self.where(self.valid[:, self.valid.shape[1] - num_slots :])
-
-    def extended_to(self, num_slots: int) -> PromptPadding:
-        """Return the padding with slots of tokens prepended until there are `num_slots`; refuse a longer mask.
-
-        Prompt tuning puts virtual tokens before the prompt, which the attention mask does not cover.
-        """
-        more = num_slots - self.valid.shape[1]
-        if more < 0:
-            raise UnsupportedGenerationError(
-                f"`attention_mask` covers {self.valid.shape[1]} tokens, but cache and prompt have {num_slots}.",
-                "Pass a mask that covers the cached and the new tokens.",
-            )
-        return self if more == 0 else self.where(nn.functional.pad(self.valid, (more, 0), value=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +155,8 @@ def bucket_masks(
 ) -> dict[str, Tensor]:
     """Build bool masks `[B, 1, N, S]` by layer type over a fixed number of slots, without reading the device.
 
-    Args:
-        layout, ancestors, lengths: See `tree_masks`.
-        slots: `[N]` slots that the tree's nodes are written to.
-        valid: `[B, S]` bool, False at the prompt's padding.
-        left: `[B]` padding slots before each row's first token.
+    The nodes are written to `slots` `[N]`; `valid` `[B, S]` is False at the prompt's padding, of which `left` `[B]`
+    slots come before each row's first token. Further arguments as for `tree_masks`.
     """
     rows, num_slots = valid.shape
     indices = torch.arange(num_slots, device=lengths.device)
@@ -319,92 +267,3 @@ def _ropes(values: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
             if "rope_type" in value:
                 yield value
             yield from _ropes(value)
-
-
-# ----------------------------------------------------------------------------------------------- windows of heads
-
-SINKS = 4
-"""First tokens of each text that stay visible: attention without them degrades, as in StreamingLLM
-(https://arxiv.org/abs/2309.17453)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The tokens of a text that a draft head attends to: the first four and the last ones (`draft_window`).
-
-    All other tokens are dropped: their hidden states are not kept while the prompt is read, and their entries leave
-    the head's cache. The rest moves together, so that slot and position differ by `PromptPadding.counts`.
-
-    Args:
-        last: Number of last tokens, at least 1.
-    """
-
-    last: int
-
-    @property
-    def size(self) -> int:
-        """Slots kept per row when others are dropped: the first four tokens and the last `last`."""
-        return SINKS + self.last
-
-    @property
-    def spare(self) -> int:
-        """Slots by which the longest row may exceed `size` before its oldest tokens are dropped."""
-        return max(self.last // 2, 1)
-
-    def choose(self, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the slots of the first `SINKS` and the last `last` tokens of each row.
-
-        Args:
-            valid: `[B, L]` bool, True for tokens, with L at least `size`.
-
-        Returns:
-            `[B, size]` slots in ascending order, and bool, False where a row has too few tokens: at its left.
-
-        Example: with 4 sinks and `last` 2, a row of 8 tokens gives the slots 0, 1, 2, 3, 6, 7.
-        """
-        slots = valid.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices  # tokens first, in order
-        counts = valid.sum(-1, keepdim=True)
-        columns = torch.arange(self.size, dtype=torch.long, device=valid.device)
-        missing = (self.size - counts).clamp(min=0)
-        number = torch.where(columns < SINKS, columns - missing, counts - self.size + columns)
-        return slots.gather(1, number.clamp(min=0)), number >= 0
-
-
-def shifted_padding(valid: Tensor, totals: Tensor) -> PromptPadding:
-    """Return the padding of slots chosen by `Window.choose`, whose `counts` are negative in rows that lost tokens.
-
-    `valid` `[B, K]` is from there; `totals` `[B]` are the tokens of each row, dropped ones included.
-    """
-    return PromptPadding(valid, valid.shape[1] - totals, (~valid).sum(-1))
-
-
-def token_positions(padding: PromptPadding) -> Tensor:
-    """Return the position `[B, P]` of the token in each slot, 0 for padding; dropped tokens came after the sinks."""
-    dropped = (~padding.valid).sum(-1) - padding.counts
-    columns = torch.arange(padding.valid.shape[1], dtype=torch.long, device=padding.valid.device)
-    behind = torch.where(columns >= SINKS, dropped[:, None], 0)
-    return (padding.valid.cumsum(-1) - 1).clamp(min=0) + behind
-
-
-class ChosenStates:
-    """Hidden states of a prompt at the slots within a window only, collected chunk by chunk.
-
-    `valid` `[B, P]` is True for the prompt's tokens. Its first forward reads `first_width` slots: fewer than P if it
-    is read in chunks.
-    """
-
-    def __init__(self, window: Window, valid: Tensor, first_width: int) -> None:
-        self.slots, self.valid = window.choose(valid)
-        self.num_slots, self.first_width = valid.shape[1], first_width
-        self.states: dict[int, Tensor] = {}  # [B, K, D] by layer
-        self._read: dict[int, int] = {}  # slots read so far, by layer
-
-    def add(self, layer: int, hidden: Tensor) -> None:
-        """Keep what is needed of the hidden states `[B, T, D]` of a layer at the next T slots."""
-        begin, width = self._read.get(layer, 0), hidden.shape[1]
-        self._read[layer] = begin + width
-        local = self.slots.to(hidden.device) - begin
-        found = hidden.gather(1, local.clamp(0, width - 1)[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        before = self.states.get(layer)
-        inside = ((local >= 0) & (local < width))[:, :, None]
-        self.states[layer] = found if before is None else torch.where(inside, found, before)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
@@ -24,11 +25,6 @@ from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
 
-ExecutionMode = Literal["inductor", "cuda_graph", "kernels"]
-"""How a forward runs if not eagerly.
-
-`"inductor"` compiles it, and captures the result if the device has graphs; `"cuda_graph"` captures it uncompiled;
-`"kernels"` runs the traced operations with the CPU kernels."""
 PACKING_OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights become constants, packed for oneDNN; the model keeps its weights
     "cpp.enable_concat_linear": True,  # linear layers with the same input become one product

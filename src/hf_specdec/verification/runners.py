@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.operations import rotary
 from hf_specdec.transformers_private import attention_name
 from hf_specdec.verification.cache import TreeCache
@@ -27,7 +28,7 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
+from hf_specdec.verification.programs import CaptureError, Program, make_program
 from hf_specdec.verification.tree_attention import (
     AttentionContext,
     append_and_attend,

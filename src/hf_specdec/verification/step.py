@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.trees.draft import Draft
-from hf_specdec.verification.target import Verified
+from hf_specdec.verification.features import Features
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1).
+
+    Args:
+        logits: `[B, N, V]` in the model's dtype; for a prompt, of all P positions if requested.
+        features: Features of the N nodes, or of a prompt's positions; None if no layer is tapped.
+        hidden_states: `[B, N or P, D]` per layer; None unless requested.
+        attentions: `[B, H, N or P, slots]` per layer; None unless requested.
+    """
+
+    logits: Tensor
+    features: Features | None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,27 +25,10 @@ from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.features import Features, FeatureTap
-from hf_specdec.verification.masks import UNBOUNDED, ChosenStates, LengthBounds, Positions, PromptPadding, Window
+from hf_specdec.verification.features import ChosenStates, Features, FeatureTap, PromptPadding, Window
+from hf_specdec.verification.masks import UNBOUNDED, LengthBounds, Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1).
-
-    Args:
-        logits: `[B, N, V]` in the model's dtype; for a prompt, of all P positions if requested.
-        features: Features of the N nodes, or of a prompt's positions; None if no layer is tapped.
-        hidden_states: `[B, N or P, D]` per layer; None unless requested.
-        attentions: `[B, H, N or P, slots]` per layer; None unless requested.
-    """
-
-    logits: Tensor
-    features: Features | None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
-
+from hf_specdec.verification.step import Verified
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one entry per token, whose last entry is repeated for new tokens, as in plain `generate()`."""

@@ -16,11 +16,12 @@ from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
-from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs
+from hf_specdec.verification.features import Features, PromptPadding
+from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
-from hf_specdec.verification.target import Target, Verified
+from hf_specdec.verification.step import Verified
+from hf_specdec.verification.target import Target
 from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)

@@ -6,40 +6,56 @@ Sources: LayerSkip (https://arxiv.org/abs/2404.16710) for the first layers, Draf
 (https://arxiv.org/abs/2309.08168) and SWIFT (https://arxiv.org/abs/2410.06916) for skipped layers. Whole layers are
 skipped here, not attention and MLP separately, and the depth is fixed: to stop at a confidence threshold, the host
 would have to read the device after every token.
+
+The drafting model is a view that shares the target's weights and does not change it. Only the modules on the path to
+the list of layers are copied, as shells: new module objects with the same parameters and, apart from this path, the
+same submodules. A skipped layer is replaced by a shell that returns its input unchanged, so that the other layers keep
+their numbers, masks and cache slots.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.experimental.partial import GrowingTree, SkippedLayers, skippable, without_layers
+from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession, DraftTarget
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedModelError
+from hf_specdec.transformers_private import dispatch_hook, mark_output_hooks_installed, original_forward
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, best_children, grow_dynamic, growable
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import require_integer
-from hf_specdec.verification.model import execution_device, find_backbone
+from hf_specdec.verification.model import execution_device, find_backbone, text_config
+from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
+from hf_specdec.verification.trials import FAILURES, first_inputs, reproducible
 
-DEFAULT_NUM_STEPS = 4
-DEFAULT_TOP_K = 1
 DEFAULT_SHARE = 3
 """Divisor of the number of layers that gives the default exit layer, because published models do not state one."""
 DEFAULT_RATIO = 0.45
 """Fraction of the layers between the first and the last that `search_skipped_layers` skips, as in SWIFT."""
+MAX_DIFFERENCE = 1e-2
+"""Maximum relative distance between logits computed twice from the same cache; rounding errors are far smaller."""
+
+SkippedLayers = Mapping[int, int | None]
+"""Skipped layers by number from 0, each with the length of the tuple that it returns; None if it returns a tensor."""
 
 
+@register("early_exit")
 class EarlyExitDrafter(Drafter):
     """Drafts with some of the target's layers. Needs a model whose layers are in one list and run in sequence.
 
@@ -56,7 +72,9 @@ class EarlyExitDrafter(Drafter):
         InvalidConfigError: Both arguments are given, or they are not valid layer numbers.
     """
 
-    method = "early_exit"
+    accepts = ("tree=dynamic", *SIZES)
+    tree_from = "the probabilities that its layers give"
+    defaults = Budget(5, 4, 1)
 
     def __init__(self, *, exit_layer: int | None = None, skipped_layers: Iterable[int] | None = None) -> None:
         if exit_layer is not None and skipped_layers is not None:
@@ -64,7 +82,15 @@ class EarlyExitDrafter(Drafter):
         if exit_layer is not None:
             require_integer("exit_layer", exit_layer, 1)
         if skipped_layers is not None:
-            skipped_layers = _layer_numbers(skipped_layers)
+            try:
+                skipped_layers = tuple(sorted(set(map(operator.index, skipped_layers))))
+            except TypeError as error:
+                raise InvalidConfigError(f"`skipped_layers` must be layer numbers, got {skipped_layers!r}.") from error
+            if skipped_layers and skipped_layers[0] < 1:
+                raise InvalidConfigError(
+                    f"`skipped_layers` must be at least 1, got {skipped_layers[0]}.",
+                    "Layer 0 always runs and cannot be skipped.",
+                )
         self.exit_layer, self.skipped_layers = exit_layer, skipped_layers
         self._bound: WeakKeyDictionary[PreTrainedModel, SkippedLayers] = WeakKeyDictionary()
 
@@ -108,76 +134,261 @@ class EarlyExitDrafter(Drafter):
         return tuple(range(last, len(layers)))
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of the chain, or of the tree if `top_k` is greater than 1.
+        """Return the size of the chain, or of the tree if `top_k` is greater than 1."""
+        limits = super().limits(config)
+        num_nodes = config.num_draft_tokens or 1 + limits.num_steps * limits.top_k
+        return growable(replace(limits, num_nodes=num_nodes))
 
-        Raises:
-            InvalidConfigError: `tree` is set and not `"dynamic"`.
-        """
-        if config.tree not in (None, "dynamic"):
-            raise InvalidConfigError(
-                f"The tree of 'early_exit' is dynamic, got tree={config.tree!r}.", "Set num_steps and top_k instead."
-            )
-        num_steps, top_k = config.num_steps or DEFAULT_NUM_STEPS, config.top_k or DEFAULT_TOP_K
-        return growable(Budget(config.num_draft_tokens or 1 + num_steps * top_k, num_steps, top_k))
-
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session on the target's cache, which already holds the prompt."""
         return _EarlyExitSession(target, without_layers(target.model, self._bound[target.model]), context.roots)
 
 
-def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
-    """Return layer numbers as ascending ints without duplicates.
-
-    Raises:
-        InvalidConfigError: They are not integers >= 1.
-    """
-    try:
-        numbers = sorted(set(map(operator.index, layers)))
-    except TypeError as error:
-        raise InvalidConfigError(f"`skipped_layers` must be layer numbers, got {layers!r}.") from error
-    if numbers and numbers[0] < 1:
-        raise InvalidConfigError(
-            f"`skipped_layers` must be at least 1, got {numbers[0]}.", "Layer 0 always runs and cannot be skipped."
-        )
-    return tuple(numbers)
-
-
 class _EarlyExitSession(DraftSession):
-    def __init__(self, target: Target, part: PreTrainedModel, roots: Tensor) -> None:
+    def __init__(self, target: DraftTarget, part: PreTrainedModel, roots: Tensor) -> None:
         self._target, self._roots = target.with_model(part), roots
 
     def propose(self, budget: Budget) -> Draft:
         if budget.is_plain:
             return Draft.plain(self._roots)
-        budget = _fitting(budget if self._target.supports_trees else budget.chain)
+        budget = budget if self._target.supports_trees else budget.chain
+        # all nodes that run while drafting must fit in the slots reserved for the tree: 5 nodes and top_k 2 allow
+        # a depth of 3, for which the root, two nodes and two nodes run
+        num_steps = min(budget.num_steps, 1 + (budget.num_nodes - 1) // budget.top_k)
+        budget = growable(Budget(budget.num_nodes, num_steps, budget.top_k))
         with GrowingTree(self._target) as tree:
 
-            def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-                return _level(tree.append(tokens, parent_index), budget.top_k)
+            def level(tokens: Tensor, parent_index: Tensor | None = None) -> Level:
+                log_probs, ids = best_children(tree.append(tokens, parent_index), budget.top_k)
+                return Level(ids, log_probs, ids)
 
-            root = _level(tree.append(self._roots[:, None]), budget.top_k)
-            return grow_dynamic(self._roots, root, expand, budget)
+            def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+                return level(tokens, parent_index)
+
+            return grow_dynamic(self._roots, level(self._roots[:, None]), expand, budget)
 
     def observe(self, step: Step) -> None:
         self._roots = step.acceptance.next_token
 
 
-def _fitting(budget: Budget) -> Budget:
-    """Limit the depth, so that the nodes that run while drafting fit in the cache slots reserved for the tree.
+class GrowingTree:
+    """Context manager that appends a tree to the target's cache level by level and removes it on exit.
 
-    Example: 5 nodes and top_k 2 allow a depth of 3, for which the root, two nodes and two nodes run.
+    Layers that run already have the committed text in the cache, so drafting need not process it. Skipped layers get
+    no entries; verification appends the whole tree again in all layers.
+
+    Args:
+        target: The target with some layers skipped, see `Target.with_model`.
     """
-    num_steps = min(budget.num_steps, 1 + (budget.num_nodes - 1) // budget.top_k)
-    return growable(Budget(budget.num_nodes, num_steps, budget.top_k))
+
+    def __init__(self, target: DraftTarget) -> None:
+        self._target = target
+
+    def __enter__(self) -> GrowingTree:
+        self._tokens: Tensor | None = None  # [B, A] appended so far
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._tokens is not None:
+            self._target.forget()
+
+    def append(self, tokens: Tensor, parent_index: Tensor | None = None) -> Tensor:
+        """Append the next level of the tree and run it without the skipped layers.
+
+        Args:
+            tokens: The roots `[B, 1]`, later K nodes `[B, K]`.
+            parent_index: `[B, K]` parent of each node, as an index in the level above; None for the roots.
+
+        Returns:
+            Logits `[B, K, V]` after these nodes.
+        """
+        if self._tokens is None or parent_index is None:
+            self._tokens, self._parents = tokens, torch.full_like(tokens, ROOT_PARENT)
+            self._last, self._depth = 0, 0
+            return self._target.extend(TokenTree(self._tokens, self._parents, max_depth=0), 0)
+        known = self._tokens.shape[1]
+        self._tokens = torch.cat([self._tokens, tokens], dim=-1)
+        self._parents = torch.cat([self._parents, self._last + parent_index], dim=-1)
+        self._last, self._depth = known, self._depth + 1
+        return self._target.extend(TokenTree(self._tokens, self._parents, max_depth=self._depth), known)
 
 
-def _level(logits: Tensor, top_k: int) -> Level:
-    """Return the `Level` of K nodes after which the logits are `[B, K, V]`: the `top_k` likeliest children of each."""
-    log_probs, ids = best_children(logits, top_k)
-    return Level(ids, log_probs, ids)
+# ------------------------------------------------------------ a view without some layers
 
 
-# -------------------------------------------------------------------------------------------- search of layers
+def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrainedModel:
+    """Return a view of the model that skips some layers, given as returned by `skippable`.
+
+    Raises:
+        UnsupportedModelError: The model has no list of decoder layers, or a forward on the path to it was replaced.
+    """
+    _, layers = find_backbone(model)
+    kept = [_identity(layer, skipped[index]) if index in skipped else layer for index, layer in enumerate(layers)]
+    copied: Any = _with_changed(model, {layers: nn.ModuleList(kept)})
+    return copied
+
+
+def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return the module's entry in `changed`, made if missing: a shell if a module below it is replaced, or itself."""
+    if module not in changed:
+        below = module._modules.items()
+        children = {name: None if child is None else _with_changed(child, changed) for name, child in below}
+        changed[module] = module
+        if any(child is not module._modules[name] for name, child in children.items()):
+            changed[module] = _shell(module)
+            vars(changed[module])["_modules"] = children
+    return changed[module]
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Create a module of the same class that shares all attributes, parameters and hooks with the given one.
+
+    A forward that was replaced, other than by accelerate, would run the original module instead, and is refused.
+    """
+    shell: nn.Module = object.__new__(type(module))
+    own = vars(shell)
+    own.update(vars(module))
+    own["_compiled_call_impl"] = None  # compiled for the original
+    # otherwise transformers would install its hooks for hidden states a second time on shared modules
+    mark_output_hooks_installed(own)
+    if "forward" in own:
+        original = getattr(original_forward(module), "__func__", None)
+        if dispatch_hook(module) is None or original is not type(module).forward:
+            raise UnsupportedModelError(
+                f"The forward of this {type(module).__name__} was replaced (for example by torch.compile), so its "
+                "layers cannot be skipped.",
+                "Use a drafter that runs no layers of the model, such as prompt_lookup.",
+            )
+        own["forward"] = functools.partial(_forward_with_hook, shell)
+    return shell
+
+
+def _forward_with_hook(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+    """Run a module's forward with accelerate's hook, which loads offloaded weights or moves inputs between devices."""
+    hook: Any = dispatch_hook(module)
+    inputs, named = hook.pre_forward(module, *inputs, **named)
+    return hook.post_forward(module, type(module).forward(module, *inputs, **named))
+
+
+def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
+    """Create a shell of a layer, without hooks, whose forward returns its input unchanged.
+
+    The input is returned as a tensor, or followed by None values as a tuple of length `num_outputs` if that is given.
+    """
+    base: Any = type(layer)
+    shell: nn.Module = object.__new__(_identity_class(base, num_outputs))
+    own = {name: value for name, value in vars(layer).items() if name != "forward"}
+    vars(shell).update(own, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), _compiled_call_impl=None)
+    return shell
+
+
+@functools.cache
+def _identity_class(base: Any, num_outputs: int | None) -> Any:
+    """Create a subclass for `_identity`; it inherits the attributes that models read from their layers."""
+
+    def forward(_self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        return hidden if num_outputs is None else (hidden, *[None] * (num_outputs - 1))
+
+    return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward})
+
+
+# ------------------------------------------------------------ can it draft so?
+
+
+@torch.no_grad()
+def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
+    """Check that a model can draft on its cache without these layers, and that drafting leaves the cache unchanged.
+
+    Runs the forwards of `inspect_target` and seven more of at most two rows of 9 tokens. Does not change the model.
+
+    Returns:
+        The layers, for `without_layers`.
+
+    Raises:
+        DrafterMismatchError: The model has no such layers.
+        UnsupportedModelError: The model has no list of decoder layers, does not run without these layers, or drafting
+            changes its cache; the message gives the reason.
+    """
+    wanted = sorted(set(layers))
+    _, modules = find_backbone(model)
+    if wanted and not 0 <= wanted[0] <= wanted[-1] < len(modules):
+        raise DrafterMismatchError(
+            f"{type(model).__name__} has layers 0 to {len(modules) - 1}, got {wanted}.", "Choose layers in this range."
+        )
+    with reproducible(model):
+        try:
+            with _collect_outputs([modules[layer] for layer in wanted]) as outputs:
+                tokens = torch.arange(9, device=execution_device(model))[None] % text_config(model).vocab_size
+                model(input_ids=tokens, use_cache=False)
+            skipped = dict[int, int | None]()
+            for layer in wanted:
+                output: Any = outputs.get(modules[layer])
+                is_tuple = isinstance(output, tuple | list) and bool(output)
+                if not isinstance(output[0] if is_tuple else output, Tensor):
+                    raise _CannotSkipError(f"they return {type(output).__name__} instead of hidden states")
+                skipped[layer] = len(output) if is_tuple else None
+            _try_drafting(model, skipped, inspect_target(model))
+        except (_CannotSkipError, *FAILURES) as error:
+            reason = str(error) if isinstance(error, _CannotSkipError) else f"{type(error).__name__}: {error}"
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot draft without its layers {wanted}: {reason}.",
+                "Skip other layers, or use a drafter that runs no layers, such as prompt_lookup.",
+            ) from error
+    return skipped
+
+
+class _CannotSkipError(Exception):
+    """Raised if a model does not run without some layers; the message gives the reason."""
+
+
+@contextmanager
+def _collect_outputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
+    """Context manager that collects the outputs of modules in the current thread's forwards, by module."""
+    outputs: dict[nn.Module, Any] = {}
+    thread = threading.get_ident()
+
+    def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            outputs[module] = output
+
+    handles = [module.register_forward_hook(keep) for module in modules]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetFacts) -> None:
+    """Draft three levels and check that verification gives the same logits before and after."""
+    device = execution_device(model)
+    tokens = (torch.arange(26, device=device) * 7 + 3).view(2, 13) % text_config(model).vocab_size
+    prompt, nodes = tokens.split([9, 4], dim=-1)
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = 0  # left padding
+    target = facts.new_target(model, capacity=32, reserve=0)
+    target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
+    chain = TokenTree(nodes, torch.arange(ROOT_PARENT, nodes.shape[1] - 1, device=device))
+    before = target.verify(chain).logits
+    target.rollback(chain.num_nodes)
+    _, modules = find_backbone(model)
+    growth = GrowingTree(target.with_model(without_layers(model, skipped)))
+    with _collect_outputs([modules[layer] for layer in skipped]) as outputs, growth:
+        logits = growth.append(nodes[:, :1])
+        for column in (1, 2):
+            below = nodes[:, column:][:, : 2 if facts.supports_trees else 1]
+            logits = growth.append(below, torch.zeros_like(below))
+    if outputs:
+        raise _CannotSkipError("they still run, because the model does not take them from its list of layers")
+    if not bool(logits.isfinite().any(-1).all()):
+        raise _CannotSkipError("its logits are not finite")
+    after = target.verify(chain).logits
+    if not (after - before).float().norm() <= MAX_DIFFERENCE * before.float().norm():
+        raise _CannotSkipError("drafting changes its cache")
+
+
+# ------------------------------------------------------------ search of layers
 
 
 @torch.no_grad()
@@ -222,7 +433,16 @@ def search_skipped_layers(
     if not size:
         raise DrafterMismatchError(f"{type(model).__name__} has {len(modules)} layers, none of which can be skipped.")
     texts = [_answered(model, prompt, new_tokens) for prompt in prompts]
-    known = _known_skippable(model, inner)
+    try:
+        known = skippable(model, inner)
+    except UnsupportedModelError:  # some cannot be skipped, for example one whose cache length transformers reads
+        single: dict[int, int | None] = {}
+        for layer in inner:
+            with suppress(UnsupportedModelError):
+                single.update(skippable(model, [layer]))
+        if not single:
+            raise
+        known = single
     inner, size = sorted(known), min(size, len(known))
 
     def agreement(layers: Iterable[int]) -> float:
@@ -241,24 +461,6 @@ def search_skipped_layers(
         if found > score:
             best, score = other, found
     return tuple(sorted(best))
-
-
-def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLayers:
-    """Return the given layers that can be skipped. A layer whose cache length transformers reads, for example, cannot.
-
-    Raises:
-        UnsupportedModelError: None of the layers can be skipped.
-    """
-    try:
-        return skippable(model, layers)
-    except UnsupportedModelError as refusal:
-        known: dict[int, int | None] = {}
-        for layer in layers:
-            with suppress(UnsupportedModelError):
-                known.update(skippable(model, [layer]))
-        if not known:
-            raise refusal
-        return known
 
 
 def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[Tensor, int, Tensor]:

@@ -17,21 +17,27 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.candidates import Candidate, Candidates
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.drafters.base import (
+    Candidate,
+    Candidates,
+    CandidateSession,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    DraftTarget,
+)
+from hf_specdec.drafters.registry import register
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
-DEFAULT_TOP_K = 4
-MERGED_TOP_K = 8
+RUNNERS_UP = 8
 """Number of runners-up that are merged with the candidates of other drafters."""
 TRUST = 0.2
 """Ratio of a runner-up's acceptance rate as the root's child to its probability in the logits that chose the root."""
 
 
+@register("last_logits")
 class LastLogitsDrafter(Drafter):
     """Drafts the runners-up of the last emitted token as the token after it. Works with any model.
 
@@ -39,24 +45,17 @@ class LastLogitsDrafter(Drafter):
     which includes the root; the tree has one level.
     """
 
-    method = "last_logits"
+    accepts = ("top_k", "num_draft_tokens", "num_steps=1")
+    tree_from = "the logits of one token; merged with other drafters (methods=['last_logits', ...]) it can be deeper"
+    defaults = Budget(5, 1, 4)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of a tree of the root and its children.
-
-        Raises:
-            InvalidConfigError: `tree` is set, or `num_steps` is greater than 1.
-        """
-        if config.tree is not None or (config.num_steps or 1) > 1:
-            raise InvalidConfigError(
-                f"'last_logits' drafts one level, got tree={config.tree!r} and num_steps={config.num_steps!r}.",
-                "Set top_k, or merge it with other drafters: methods=['last_logits', 'prompt_lookup'].",
-            )
-        num_nodes = config.num_draft_tokens or (config.top_k or DEFAULT_TOP_K) + 1
+        """Return the size of a tree of the root and its children."""
+        num_nodes = config.num_draft_tokens or (config.top_k or self.defaults.top_k) + 1
         top_k = max(min(config.top_k or num_nodes, num_nodes - 1), 1)
         return Budget(min(num_nodes, top_k + 1), 1, top_k)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its first step drafts nothing because the prompt's logits are not kept."""
         on_host = context.roots.device.type == "cpu"
         return (_HostLastLogitsSession if on_host else _LastLogitsSession)(context.roots)
@@ -101,7 +100,7 @@ class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
 
     def __init__(self, roots: Tensor) -> None:
         super().__init__(roots)
-        self._candidates = [RunnersUp([], []) for _ in roots]
+        self._candidates = [_RunnersUp([], []) for _ in roots]
 
     @property
     def candidates(self) -> Sequence[Candidates]:
@@ -109,17 +108,13 @@ class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
 
     def observe(self, step: Step) -> None:
         super().observe(step)
-        found = self._runners_up(MERGED_TOP_K)
+        found = self._runners_up(RUNNERS_UP)
         if found is not None:
-            self._candidates = list(map(RunnersUp, found[0].tolist(), found[1].tolist()))
+            self._candidates = list(map(_RunnersUp, found[0].tolist(), found[1].tolist()))
 
 
-class RunnersUp(Candidates):
-    """One row's runners-up as candidates after the root; after a runner-up there are no candidates.
-
-    Args:
-        log_probs, ids: The runners-up, most likely first.
-    """
+class _RunnersUp(Candidates):
+    """One row's runners-up, most likely first, as candidates after the root; after a runner-up there are none."""
 
     start = True
 
@@ -127,9 +122,7 @@ class RunnersUp(Candidates):
         self._found = [Candidate(token, TRUST * exp(log_prob)) for log_prob, token in zip(log_probs, ids, strict=True)]
 
     def after(self, place: bool) -> Sequence[Candidate]:
-        """Return the runners-up."""
         return self._found
 
     def follow(self, place: bool, token: int) -> None:
-        """Return None, because nothing is drafted after a runner-up."""
         return

@@ -14,14 +14,15 @@ n-grams of the text itself are stored as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession, DraftTarget
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
@@ -29,15 +30,12 @@ from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree, stack_trees
 from hf_specdec.validation import require_integer
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
-DEFAULT_WINDOW = 5
-DEFAULT_NGRAM = 4
-DEFAULT_GUESSES = 5
 WINDOW_CHILDREN = 2
 """Children per node that the window needs: the next column of level 0, and level 1 of the same column."""
 
 
+@register("lookahead")
 class LookaheadDrafter(Drafter):
     """Drafts n-grams of the text and of a window of guesses. Works with any model; nothing is kept between calls.
 
@@ -58,12 +56,10 @@ class LookaheadDrafter(Drafter):
         InvalidConfigError: A size is not an integer or is too small (minimum 1; 2 for `ngram`).
     """
 
-    method = "lookahead"
+    accepts = SIZES
+    tree_from = "its window and n-grams"
 
-    def __init__(
-        self, *, window: int = DEFAULT_WINDOW, ngram: int = DEFAULT_NGRAM, guesses: int = DEFAULT_GUESSES,
-        reads_prompt: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5, reads_prompt: bool = True) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             require_integer(name, value, least)
         self.window, self.ngram, self.guesses, self.reads_prompt = window, ngram, guesses, reads_prompt
@@ -75,13 +71,8 @@ class LookaheadDrafter(Drafter):
         """Return the size of a tree that holds the window and the drafted n-grams.
 
         Raises:
-            InvalidConfigError: `tree` is set, or no window fits although the window is the only source of n-grams.
+            InvalidConfigError: No window fits although the window is the only source of n-grams.
         """
-        if config.tree is not None:
-            raise InvalidConfigError(
-                f"The tree of 'lookahead' depends on its window and n-grams, got tree={config.tree!r}.",
-                "Set num_draft_tokens, num_steps or top_k instead.",
-            )
         length = self.ngram - 1
         everything = WindowShape(self.window, self.ngram)
         limits = Budget(
@@ -103,14 +94,13 @@ class LookaheadDrafter(Drafter):
         shapes = (WindowShape(columns, self.ngram) for columns in range(self.window, 0, -1))
         return next((shape for shape in shapes if shape.fits(limits)), None)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its windows are initialized with the last tokens of each row's prompt."""
         limits = self.limits(config)
         return _LookaheadSession(self, context, self.window_within(limits if target.supports_trees else limits.chain))
 
 
-@dataclass(frozen=True, slots=True)
-class WindowShape:
+class WindowShape(NamedTuple):
     """Sizes of a window. It starts as level 0 alone; each step adds a level and removes a column until it is full."""
 
     columns: int  # W, of the full window
@@ -140,86 +130,30 @@ class WindowShape:
         )
 
 
-class JacobiWindow:
-    """One row's window: guesses at the next tokens, corrected by the model in every step.
+class LookaheadRow:
+    """Text, n-grams and window of one row.
 
     Args:
-        shape: Sizes of the window.
-        tokens: Initial tokens of level 0, repeated as often as needed.
+        drafter: The drafter.
+        text: The prompt and the root.
+        shape: Sizes of the window; None: no window.
 
     Attributes:
-        levels: `[levels][columns]` tokens; column 0 of level 0 stands for the root.
+        levels: `[levels][columns]` tokens of the window, which the model corrects in every step; column 0 of level 0
+            stands for the root. The last tokens of the prompt, repeated as often as needed, are its first level.
+        cells: Nodes of the window's last level in the last tree, one per column.
     """
 
-    def __init__(self, shape: WindowShape, tokens: Sequence[int]) -> None:
-        self._num_levels = shape.ngram - 1
-        self.levels = [list(islice(cycle(tokens), shape.first_width))]
-
-    def add_to(self, tree: PrefixTree, num_nodes: int) -> list[int]:
-        """Add the window below the root of a tree; return the nodes of its last level, one per column."""
-        above, *below = self.levels
-        nodes = [0]
-        for token in above[1:]:
-            nodes.append(tree.add([token], num_nodes, nodes[-1]))
-        return [tree.add([level[i] for level in below], num_nodes, node) for i, node in enumerate(nodes)]
-
-    def advance(self, root: int, best: Sequence[int]) -> list[tuple[int, ...]]:
-        """Advance the window by one token.
-
-        Args:
-            root: The root's token.
-            best: The model's choices after the last level, one per column.
-
-        Returns:
-            The n-grams completed by this step; none while the window is growing.
-
-        Example: two levels [., 2] and [3, 4] after root 1, with choices [5, 6], give 1-3-5 and 2-4-6, and the levels
-        [., 4] and [5, 6].
-        """
-        if len(self.levels) < self._num_levels:
-            self.levels = [level[1:] for level in (*self.levels, list(best))]
-            return []
-        self.levels[0][0] = root
-        ngrams = list(zip(*self.levels, best, strict=True))
-        self.levels = [*self.levels[1:], list(best)]
-        return ngrams
-
-
-class NgramPool:
-    """Stores the latest n-grams by first token.
-
-    Args:
-        size: N-grams stored per first token.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._after: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, the oldest first
-
-    def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
-        """Store n-grams; with each first token, only the latest `size` are kept."""
-        for first, *rest in ngrams:
-            kept = self._after.setdefault(first, {})
-            kept.pop(tuple(rest), None)
-            kept[tuple(rest)] = None
-            if len(kept) > self._size:
-                kept.pop(next(iter(kept)))
-
-    def after(self, token: int) -> list[tuple[int, ...]]:
-        """Return the stored continuations of a token, latest first."""
-        return list(reversed(self._after.get(token, {})))
-
-
-class _Row:
-    """Text, n-grams and window of one row."""
-
-    def __init__(self, drafter: LookaheadDrafter, prompt: list[int], root: int, shape: WindowShape | None) -> None:
-        self.root, self.cells = root, list[int]()  # nodes of the window's last level in the last tree
-        self.pool = NgramPool(drafter.guesses)
-        self.window = None if shape is None else JacobiWindow(shape, prompt[-shape.first_width :] or [root])
-        self._ngram, self._reads = drafter.ngram, drafter.reads_prompt
+    def __init__(self, drafter: LookaheadDrafter, text: list[int], shape: WindowShape | None) -> None:
+        self._ngram, self._guesses, self._reads = drafter.ngram, drafter.guesses, drafter.reads_prompt
+        self._after: dict[int, dict[tuple[int, ...], None]] = {}  # n-grams by first token, the oldest first
         self._tail: list[int] = []  # last tokens of the text: n-grams may start there
-        self.read([*prompt, root])
+        self.cells = list[int]()
+        self.levels: list[list[int]] = []
+        if shape is not None:
+            first = text[:-1][-shape.first_width :] or text
+            self.levels = [list(islice(cycle(first), shape.first_width))]
+        self.read(text)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text and, unless the drafter ignores the text, store the new n-grams."""
@@ -228,32 +162,59 @@ class _Row:
         self.root = tokens[-1]
         if self._reads:
             text, size = [*self._tail, *tokens], self._ngram
-            self.pool.add(tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1))
+            self.store(tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1))
             self._tail = text[max(len(text) - size + 1, 0) :]
+
+    def store(self, ngrams: Iterable[tuple[int, ...]]) -> None:
+        """Store n-grams; with each first token, only the latest `guesses` are kept."""
+        for first, *rest in ngrams:
+            kept = self._after.setdefault(first, {})
+            kept.pop(tuple(rest), None)
+            kept[tuple(rest)] = None
+            if len(kept) > self._guesses:
+                kept.pop(next(iter(kept)))
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """Return the stored continuations of a token, latest first."""
+        return list(reversed(self._after.get(token, {})))
 
     def tree(self, budget: Budget, shape: WindowShape | None) -> PrefixTree:
         """Build a tree of the latest n-grams after the root and, if a shape is given, the window; update `cells`."""
         tree, self.cells = PrefixTree(self.root), []
         kept = budget.num_nodes - (shape.num_nodes if shape else 0)
         width = budget.top_k - (WINDOW_CHILDREN if shape else 0)
-        for ngram in self.pool.after(self.root)[:width]:
+        for ngram in self.after(self.root)[:width]:
             tree.add(ngram[: budget.num_steps], kept)
-        if shape and self.window:
-            self.cells = self.window.add_to(tree, budget.num_nodes)
+        if shape:
+            first, *below = self.levels
+            nodes = [0]
+            for token in first[1:]:
+                nodes.append(tree.add([token], budget.num_nodes, nodes[-1]))
+            for column, node in enumerate(nodes):
+                self.cells.append(tree.add([level[column] for level in below], budget.num_nodes, node))
         return tree
+
+    def advance(self, best: Sequence[int]) -> None:
+        """Advance the window by one token and store the n-grams that this completes, none while it is growing.
+
+        Args:
+            best: The model's choices after the last level, one per column.
+
+        Example: two levels [., 2] and [3, 4] after root 1, with choices [5, 6], give 1-3-5 and 2-4-6, and the levels
+        [., 4] and [5, 6].
+        """
+        if len(self.levels) < self._ngram - 1:
+            self.levels = [level[1:] for level in (*self.levels, list(best))]
+            return
+        self.levels[0][0] = self.root
+        self.store(zip(*self.levels, best, strict=True))
+        self.levels = [*self.levels[1:], list(best)]
 
 
 class _LookaheadSession(DraftSession):
     def __init__(self, drafter: LookaheadDrafter, context: DraftContext, shape: WindowShape | None) -> None:
         self._device, self._shape = context.roots.device, shape
-        valid = (
-            torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
-        )
-        texts, masks, roots = read(context.input_ids, valid, context.roots[:, None])
-        self._rows = [
-            _Row(drafter, [token for token, keep in zip(text, mask, strict=True) if keep], root, shape)
-            for text, mask, (root,) in zip(texts, masks, roots, strict=True)
-        ]
+        self._rows = [LookaheadRow(drafter, text, shape) for text in context.texts()]
         self._window_tree: tuple[TokenTree, Tensor] | None = None  # the last tree with a window, and its cells [B, C]
 
     def propose(self, budget: Budget) -> Draft:
@@ -268,27 +229,17 @@ class _LookaheadSession(DraftSession):
         return Draft(tree)
 
     def observe(self, step: Step) -> None:
-        if self._window_tree is not None:
-            self._advance(step, *self._window_tree)
-            self._window_tree = None
-        for row, tokens in zip(self._rows, step.acceptance.emitted, strict=True):
+        tree, emitted = step.draft.tree, step.acceptance.emitted
+        if self._window_tree is not None and tree.tokens.shape == self._window_tree[0].tokens.shape:
+            drafted, cells = self._window_tree
+            own = ((tree.tokens == drafted.tokens) & (tree.parents == drafted.parents)).all(-1, keepdim=True)
+            logits = step.verification.logits
+            rows = torch.arange(len(cells), device=logits.device)[:, None]
+            best = logits[rows, cells.to(logits.device)].argmax(-1).to(own.device)
+            choices, verified = read(best, own)
+            for row, chosen, (same,), tokens in zip(self._rows, choices, verified, emitted, strict=True):
+                if same and tokens:  # in other rows, another tree was verified, or nothing was kept
+                    row.advance(chosen[: len(row.cells)])
+        self._window_tree = None
+        for row, tokens in zip(self._rows, emitted, strict=True):
             row.read(tokens)
-
-    def _advance(self, step: Step, window_tree: TokenTree, cells: Tensor) -> None:
-        """Advance the windows of rows whose own tree was verified, and store the n-grams that this completes.
-
-        Args:
-            step: The step.
-            window_tree, cells: The drafted tree, and its nodes `[B, C]` of each window's last level.
-        """
-        tree = step.draft.tree
-        if tree.tokens.shape != window_tree.tokens.shape:
-            return
-        own = (tree.tokens == window_tree.tokens) & (tree.parents == window_tree.parents)
-        logits = step.verification.logits
-        rows = torch.arange(len(cells), device=logits.device)[:, None]
-        best = logits[rows, cells.to(logits.device)].argmax(-1).to(own.device)
-        choices, verified = read(best, own.all(-1, keepdim=True))
-        for row, chosen, (same,), emitted in zip(self._rows, choices, verified, step.acceptance.emitted, strict=True):
-            if same and emitted and row.window:
-                row.pool.add(row.window.advance(row.root, chosen[: len(row.cells)]))
