@@ -18,10 +18,10 @@ from hf_specdec.checkpoints.layout import Layout, Names, as_stored, lookup, read
 from hf_specdec.checkpoints.medusa_layouts import MEDUSA_LAYOUTS, WHOLE_MODELS
 from hf_specdec.checkpoints.mtp_layouts import MTP_LAYOUTS
 from hf_specdec.errors import CheckpointFormatError, listed
-from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.head import NATIVE_LAYOUT
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
