@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1084, "bench": 994, "checkpoints": 3142, "cli": 2592, "control": 1189, "cpu": 1410,
-    "drafters": 6673, "generation": 3188, "heads": 3151, "reporting": 386, "training": 4401, "trees": 699,
+    "drafters": 6673, "generation": 3188, "heads": 3151, "reporting": 386, "training": 4406, "trees": 699,
     "verification": 4772, "viz": 1028,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
