@@ -37,7 +37,7 @@ from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
-from test_modes import MODES
+from torch_modes import MODES
 
 READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/accepted.py:finish"))
 CAPTURED = {"compile": "cuda_graph"}

@@ -98,7 +98,7 @@ def test_the_same_answers_with_one_read_per_step(
     blocking = Counter(place for _, place in uploads if place not in UPLOADED_PER_CALL)
     assert not blocking, blocking
     chains = not there._speculation.facts[0].supports_trees
-    assert chains or "verification/chains.py:_forward" not in {place for _, place in reads}
+    assert chains or "verification/chain_target.py:_forward" not in {place for _, place in reads}
 
 
 UPLOADED_PER_CALL = (

@@ -44,13 +44,13 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 994, "checkpoints": 3142, "cli": 2592, "control": 1189, "cpu": 1410,
-    "drafters": 6302, "generation": 3188, "heads": 3182, "reporting": 386, "training": 4453, "trees": 699,
-    "verification": 4772, "viz": 1028,
+    "acceptance": 1084, "bench": 1005, "checkpoints": 3144, "cli": 2571, "control": 1167, "cpu": 1373,
+    "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 386, "training": 4406, "trees": 699,
+    "verification": 4747, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1413
-MAX_CLOSURE = 2400
+MAX_LINES_AT_THE_TOP = 1406
+MAX_CLOSURE = 2379
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 
 

@@ -104,7 +104,7 @@ MISTAKES = """
 --methods transformers_assisted | needs an assistant model, and none is given. Give a smaller one
 --methods prompt_lookup --assistant model | No method uses the assistant
 --methods transformers_assisted --assistant other | differs from the model's
---methods transformers_assisted --assistant /nowhere | there is no such directory
+--methods transformers_assisted --assistant /nowhere | does not exist. Give
 --plot there.png | there.png already exists. Give another name or --force
 --plot plot.txt | has an unknown suffix
 --plot /nowhere/plot.png | does not exist
@@ -431,7 +431,7 @@ def test_a_method_of_ours_is_asked_for_compiled(llama: Any) -> None:
     compiled = methods.call_options("eagle+inductor", None, None, 0)
     assert compiled == {"speculative": {"method": "eagle", "compile": "inductor"}}
     assert methods.call_options("eagle", None, None, 0) == {"speculative": "eagle"}
-    with pytest.raises(InvalidConfigError, match=r"an unknown suffix: '\+kernel'\. Suffixes: \+kernels, "):
+    with pytest.raises(InvalidConfigError, match=r"unknown suffix \+kernel\. Did you mean \+kernels\? Suffixes: "):
         methods.call_options("auto+kernel", None, SimpleNamespace(drafters={}), 0)
     with pytest.raises(InvalidConfigError, match="Unknown method or drafter 'prompt_lokup'"):
         next(bench.measure(llama, zoo.chat_tokenizer(), QUESTIONS, ["prompt_lokup"], max_new_tokens=4))

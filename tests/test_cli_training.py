@@ -8,7 +8,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -48,10 +47,10 @@ from hf_specdec.training import (
     read_conversations,
 )
 from launched import launch
+from trained import CLI
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
-CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
 
 
 @pytest.fixture
@@ -222,7 +221,7 @@ eagle --features TALKS/below | is a file
 eagle --output OTHER | holds README.md, which was not trained by this command
 eagle --output TALKS | is a file
 eagle --output MODEL | was not trained by this command
-eagle --model /nowhere | cannot be loaded
+eagle --model /nowhere | '/nowhere' does not exist.
 eagle --data /nowhere.jsonl | does not exist
 eagle --initial-head STRANGER | needs a target with vocab_size 64
 eagle --initial-head MODEL | not a head in a known layout
@@ -248,7 +247,7 @@ dflash --head-fields {"markov_rank":2,"markov_head_type":"lstm"} | `markov_head_
 dflash --head-fields {"aux_hidden_state_layer_ids":[1,5]} | hidden states 0 to 4, the head reads [1, 5]
 dflash --head-fields {"sliding_window":4,"layer_types":["sliding_attention","sliding_attention"]} | has a sliding
 dflash --recipe {"anchor":3} | has no field 'anchor'
-dflash --recipe {"slot_decay":0.0} | slot_decay > 0
+dflash --recipe {"slot_decay":0.0} | `slot_decay` must be a number above 0
 """
 """Arguments of `train`, and a part of what is said of them; an object stands for a file with it."""
 

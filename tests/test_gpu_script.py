@@ -254,26 +254,6 @@ def test_items_of_many_calls(on_cpu: dict[str, Any], tmp_path: Path, name: str) 
     assert bars == {"shapes captured twice": len({key for key in captured if captured.count(key) > 1})}
 
 
-def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
-    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_specdec.verification import compiling
-    from hf_specdec.verification.runners import ModelForward
-
-    def refuse(*_: Any) -> None:
-        raise compiling.CaptureError("no compiler")
-
-    monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
-    *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
-    assert (refused["form"], refused["refused"]) == ("inductor", "no compiler")
-    monkeypatch.setattr(compiling.CompiledForward, "of", lambda model, layers, _mode: ModelForward(model, layers))
-    *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
-    few, more = (row["seconds"] for row in each if row["form"] == "inductor")
-    assert program["per_layer"]["seconds"] == pytest.approx(more - few)
-    assert program["extrapolated_to_32_layers"]["seconds"] == pytest.approx(more + 30 * (more - few))
-    assert graphs["form"] == "cuda_graph"
-
-
 def test_kernels_of_attention_agree_with_the_reference(on_cpu: dict[str, Any], tmp_path: Path) -> None:
     """The CPU has some of them, and says of the others that it has not."""
     found = [row for row in measured(on_cpu, "attention", tmp_path / "rows.jsonl") if row["kind"] == "row"]
@@ -310,6 +290,58 @@ def test_what_a_profiler_saw_is_counted_by_hand(items: dict[str, Any]) -> None:
     }  # fmt: skip
     assert found.pop("waits") == {"cudaStreamSynchronize": 1.0, "cudaMemcpy": 0.25}
     assert found == pytest.approx(wanted)
+
+
+def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
+    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_specdec.verification import compiling
+    from hf_specdec.verification.runners import ModelForward
+
+    def refuse(*_: Any) -> None:
+        raise compiling.CaptureError("no compiler")
+
+    monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
+    *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
+    assert (refused["form"], refused["refused"]) == ("inductor", "no compiler")
+    monkeypatch.setattr(compiling.CompiledForward, "of", lambda model, layers, _mode: ModelForward(model, layers))
+    *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
+    few, more = (row["seconds"] for row in each if row["form"] == "inductor")
+    assert program["per_layer"]["seconds"] == pytest.approx(more - few)
+    assert program["extrapolated_to_32_layers"]["seconds"] == pytest.approx(more + 30 * (more - few))
+    assert graphs["form"] == "cuda_graph"
+
+
+A_SUITE = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_fine(number): pass
+def test_wrong(): assert False, "for a reason"
+@pytest.mark.skip(reason="none")
+def test_skipped(): pass
+"""
+
+
+def test_the_gpu_tests_are_counted_as_they_end(
+    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gpu.py").write_text(A_SUITE)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\n')  # as ours
+    monkeypatch.setattr(on_cpu["gpu_items"], "ROOT", tmp_path)
+    monkeypatch.setattr(on_cpu["gpu_items"], "TESTS_PER_ROW", 2)
+    found = measured(on_cpu, "tests", tmp_path / "rows.jsonl")
+    so_far, failed, summary = [row for row in found if row["kind"] == "row"]
+    assert so_far["so_far"]["PASSED"] == 2
+    assert "test_wrong" in failed["failed"]
+    assert summary["count"] == {"PASSED": 3, "FAILED": 1, "SKIPPED": 1, "ERROR": 0}
+    assert "1 failed, 3 passed, 1 skipped" in summary["summary"]
+    assert [row["value"] for row in found if row["kind"] == "bar"] == [1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    item = next(item for item in on_cpu["gpu_items"].ITEMS if item.name == "tests")
+    item.run(options_for(tmp_path / "rows.jsonl", "cpu"))
+    assert rows(tmp_path / "rows.jsonl")[-1]["reason"] == "pytest is not installed"
 
 
 def test_answers_to_texts_are_timed_and_compared(

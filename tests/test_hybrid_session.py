@@ -249,7 +249,7 @@ def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyP
     assert stats.control["plain_steps"] == 1.0
     stretch = costs.STRETCH_STEPS
     assert stats.num_target_forwards - 1 > 4 * stretch
-    assert 1 <= len(heard) <= stretch + 2  # a first stretch of drafting, and hardly a query in the one after the pause
+    assert 1 <= len(heard) <= 2 * stretch  # of 5: two stretches of drafting, with pauses of one and of two between
 
 
 def test_where_width_is_free_trees_are_wide(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "eagle", "assistant_model": object()}, UnsupportedGenerationError, "has no effect with"),
         ({"speculative": "medusa"}, DrafterMismatchError, "needs a head"),
         ({"speculative": {"num_drafts": 3}}, InvalidConfigError, "Did you mean 'num_draft_tokens'"),
-        ({"speculative": {"num_draft_tokens": 0}}, InvalidConfigError, "integer >= 1"),
+        ({"speculative": {"num_draft_tokens": 0}}, InvalidConfigError, "an integer from 1"),
         ({"speculative": {"tree": [(0, 1)]}}, InvalidConfigError, "no parent"),
         ({"speculative": 7}, InvalidConfigError, "got 7"),
         ({"speculative": "prompt_lookup", "num_beams": 2}, UnsupportedGenerationError, "beam search. .*num_beams=2"),

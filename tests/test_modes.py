@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -40,47 +37,8 @@ from hf_specdec.training import (
 from hf_specdec.training.tree_search import count_correct
 from hf_specdec.verification.features import LAST
 from models import prompts
+from torch_modes import MODES, default_device
 
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Only operations that give equal results, and NaN in all memory that was not written to."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "plain": contextlib.nullcontext,
-    "inference": torch.inference_mode,
-    "gradients": torch.enable_grad,
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: default_device("meta"),  # what forgets to name its device gets no values at all
-    "deterministic": deterministic,
-}
 ORDERS = (
     ("inference", "plain", "bfloat16", "inference", "gradients", "meta"),
     ("bfloat16", "inference", "deterministic", "float64", "plain", "meta", "float16", "inference"),

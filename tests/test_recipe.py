@@ -70,18 +70,8 @@ def test_prompts_of_every_kind_and_none_of_a_benchmark(
 
 
 def test_conversations_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_script(
-        "make_prompts",
-        RECIPE,
-        monkeypatch,
-        tmp_path / "two.jsonl",
-        "--kinds",
-        "conversations",
-        "--turns",
-        2,
-        "--scale",
-        0.1,
-    )
+    options = ("--kinds", "conversations", "--turns", 2, "--scale", 0.1)
+    run_script("make_prompts", RECIPE, monkeypatch, tmp_path / "two.jsonl", *options)
     rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
     assert {len(row["turns"]) for row in rows} == {2}
     assert not any("{" in turn for row in rows for turn in row["turns"])

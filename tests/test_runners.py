@@ -29,7 +29,7 @@ from hf_specdec.verification import compiling, programs, runners
 from hf_specdec.verification.compiling import unsupported_reason
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
-from test_modes import MODES
+from torch_modes import MODES
 
 COMPILED = {"method": "eagle", "compile": "kernels", "num_draft_tokens": 6}
 BY_INDUCTOR = {**COMPILED, "compile": "inductor"}
@@ -50,9 +50,9 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(library.VARIABLE, "none")
-    library.forget_library()
+    library._loaded.clear()
     yield
-    library.forget_library()
+    library._loaded.clear()
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 import zoo
 from drafters import EagleFamily as Head
 from drafters import random_block, random_head, random_heads
-from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, MedusaConfig, MedusaHeads
-from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec import Eagle3Head, InvalidConfigError, MedusaConfig, MedusaHeads
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads import attention
 from hf_specdec.heads.attention import AlignedAttention
@@ -321,34 +320,6 @@ def test_the_eagle_loss_is_its_definition(
     # a shorter row beside it changes its share of the mean, and padding nothing
     pair = collate([*rows, {name: value[:2] for name, value in rows[0].items()}])
     torch.testing.assert_close(objective(**pair).loss, outputs.loss)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 3])
-def test_an_overfitted_head_is_accepted_to_the_bottom_of_its_tree(
-    sure_llama: Any, version: int, tmp_path: Path
-) -> None:
-    """Ten sequences: accuracy of every depth above 95 %, accepted length near the tree's depth."""
-    prompts, answers, talks = answered(sure_llama, 10, 24)
-    fields = {"num_steps": 3, "top_k": 2, "num_draft_tokens": 8}
-    head: Head = EagleHead(EagleConfig.for_target(sure_llama.config, **fields))
-    config = EagleTrainingConfig(noise=0.0, token_weight=1.0)
-    if version == 3:
-        head = Eagle3Head(random_head(sure_llama, version=3, **fields).config)
-        start_from_target(head, sure_llama)
-        config = EagleTrainingConfig.for_head(head)
-    store = capture_features(
-        sure_llama, talks, tmp_path / "store", layers=tuple(dict.fromkeys((*head.feature_layers, LAST)))
-    )
-    options = arguments(tmp_path / "run", 900, learning_rate=5e-3, per_device_train_batch_size=10, logging_steps=900)
-    train_eagle(sure_llama, head, store, options, config)
-    (log, *_) = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    assert min(log[f"top1_accuracy_{depth}"] for depth in range(1, config.aligned_steps + 1)) > 0.95
-    sure_llama.add_drafter(EagleDrafter(head))
-    again = sure_llama.generate(prompts, max_new_tokens=24, do_sample=False, speculative="eagle")
-    assert torch.equal(again, answers)
-    assert sure_llama.last_speculation.mean_accepted_length > 3.5
 
 
 @pytest.mark.parametrize(

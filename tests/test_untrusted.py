@@ -45,9 +45,9 @@ from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
 from hf_specdec.records import read_json
 from hf_specdec.training import Conversation, capture_features
+from trained import CLI
 
 EXAMPLES = layouts.all_examples()
-CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
 
 
 @pytest.fixture
@@ -221,11 +221,14 @@ def test_a_file_is_read_up_to_its_most_bytes(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}')
     assert read_json(path, 8) == {"a": 1}
-    with pytest.raises(CheckpointFormatError, match="larger than 7 bytes"):
+    with pytest.raises(InvalidConfigError, match="larger than 7 bytes"):
         read_json(path, 7)
-    for size, read in ((4 * 2**20, read_json), (64 * 2**20, shard_names)):
+    for size, read, error in (
+        (4 * 2**20, read_json, InvalidConfigError),
+        (64 * 2**20, shard_names, CheckpointFormatError),
+    ):
         os.truncate(path, size + 1)
-        with pytest.raises(CheckpointFormatError, match=f"larger than {size} bytes"):
+        with pytest.raises(error, match=f"larger than {size} bytes"):
             read(path)
 
 

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from hf_specdec.training.conversations import load_rows
+from hf_specdec.training.data import read_rows
 
 LISTS = json.loads(Path(__file__).with_name("prompt_lists.json").read_text())
 SHARED_WORDS = 8  # consecutive words shared with a benchmark that exclude a prompt
@@ -196,7 +196,7 @@ def sentences(text):
 def read_texts(places):
     """Return paragraphs by language and source; from conversations, the answers, which are English."""
     texts = {}
-    for row in (row for place in places for row in load_rows(place)):
+    for row in (row for place in places for _, row in read_rows(place)):
         if "messages" in row:
             answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
             found = [re.sub(r"\s+", " ", text) for text in answers if len(text) > MIN_CHARACTERS]

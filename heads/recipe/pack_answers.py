@@ -14,8 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import datasets
-from hf_specdec.training.conversations import load_rows
 from pyarrow import parquet
+
+from hf_specdec.training.data import read_rows
 
 OURS = ("coding", "comparing", "explaining", "listing", "math", "question", "roleplay", "writing", "translation",
         "invented", "self-prompted")  # fmt: skip
@@ -32,7 +33,7 @@ MAX_SELF_INSTRUCT = 100
 
 def read(place):
     """Yield rows of `source, licence, temperature, input_ids, loss_mask`."""
-    for row in load_rows(place):
+    for _, row in read_rows(place):
         if "input_ids" not in row:
             prompt, answer = row["prompt_ids"], row["response_ids"]
             row["input_ids"], row["loss_mask"] = [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)

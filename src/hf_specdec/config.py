@@ -17,7 +17,6 @@ from hf_specdec.validation import (
     ConfigFields,
     Rule,
     integer,
-    is_integer,
     is_number,
     named_fields,
     optional,
@@ -53,12 +52,9 @@ _FINITE = Rule("a finite number", is_number)
 
 
 def _are_tiers(value: Any) -> bool:
-    return (
-        isinstance(value, tuple)
-        and 0 < len(value) <= MAX_TIERS
-        and all(is_integer(depth) and 1 <= depth <= MAX_NODES for depth in value)
-        and list(value) == sorted(set(value))
-    )
+    if not isinstance(value, tuple) or not 0 < len(value) <= MAX_TIERS:
+        return False
+    return all(map(integer(1, MAX_NODES).holds, value)) and list(value) == sorted(set(value))
 
 
 @named_fields
@@ -124,21 +120,16 @@ class AdaptiveConfig(ConfigFields):
 
 
 def _are_methods(value: Any) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(isinstance(name, str) and name for name in value)
-        and len(set(value)) == len(value)
-    )
+    if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
+        return False
+    return 0 < len(value) == len(set(value))
 
 
 def _is_history(value: Any) -> bool:
     names = (value,) if isinstance(value, str) else value
-    return value is True or (
-        isinstance(names, tuple)
-        and bool(names)
-        and all(isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in names)
-    )
+    if not isinstance(names, tuple) or not names:
+        return value is True
+    return all(isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in names)
 
 
 def _choice(names: tuple[str, ...]) -> Rule:

@@ -50,10 +50,7 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 
 @functools.cache
 def can_pin(device_type: str) -> bool:
-    """Whether asynchronous copies from pinned host memory to this type of device work; False for the CPU.
-
-    Tested once per type.
-    """
+    """Whether asynchronous copies from pinned host memory to this type of device work; tested once per type."""
     sample = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if device_type in (sample.device.type, *REUSES_PINNED):
         return False

@@ -122,6 +122,12 @@ def list_of(rule: Rule, most: int) -> Rule:
 TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
 
 
+def check_values(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raise `InvalidConfigError` if a value is not allowed by the rule of its name."""
+    for name, value in values.items():
+        rules[name].check(name, value)
+
+
 def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise `InvalidConfigError` unless an argument is an integer within bounds, both included."""
     above = Rule(f"an integer >= {least}", lambda value: is_integer(value) and value >= least)
@@ -142,8 +148,7 @@ class ConfigFields:
 
     def check_fields(self) -> None:
         """Raise `InvalidConfigError` if the value of a field is not allowed."""
-        for name, rule in self.rules.items():
-            rule.check(name, getattr(self, name))
+        check_values({name: getattr(self, name) for name in self.rules}, self.rules)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -14,6 +14,7 @@ from transformers import CompileConfig
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.transformers_private import compile_on_all_devices
+from hf_specdec.validation import nearest
 
 ASSISTED, COMPILED = "transformers_assisted", "plain_static_compiled"
 
@@ -36,7 +37,7 @@ MAX_WARM_UPS = 3
 
 
 def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
-    """Check that an assistant model is given if `transformers_assisted` is among the methods.
+    """Check the suffixes of method names, and that an assistant model is given for `transformers_assisted`.
 
     Other names are not checked here: an unknown one raises `InvalidConfigError` in `measure`, before it times any.
 
@@ -45,13 +46,26 @@ def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
         assistant: Whether an assistant model is given.
 
     Raises:
-        InvalidConfigError: The assistant model is missing.
+        InvalidConfigError: A suffix is unknown or added to a method of transformers, or the assistant is missing.
     """
-    if ASSISTED in methods and not assistant:
-        raise InvalidConfigError(
-            f"The method {ASSISTED!r} needs an assistant model, and none is given.",
-            "Give a smaller one with the same tokenizer: --assistant PATH_OR_HUB_ID.",
-        )
+    for method in methods:
+        base, mode = split_method(method)
+        if base in PEERS and mode is not None:
+            raise InvalidConfigError(
+                f"{method}: {base} is a method of transformers, which `compile` does not change.", f"Give {base}."
+            )
+        if mode is None and "+" in method:
+            suffix = method[method.index("+") :]
+            near = nearest(suffix, SHOWN_SUFFIXES)
+            meant = "" if near is None else f"Did you mean {near}? "
+            raise InvalidConfigError(
+                f"{method} has the unknown suffix {suffix}.", f"{meant}Suffixes: {', '.join(SHOWN_SUFFIXES)}."
+            )
+        if method == ASSISTED and not assistant:
+            raise InvalidConfigError(
+                f"The method {ASSISTED!r} needs an assistant model, and none is given.",
+                "Give a smaller one with the same tokenizer: --assistant PATH_OR_HUB_ID.",
+            )
 
 
 def split_method(name: str) -> tuple[str, str | None]:
@@ -71,17 +85,14 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
     `given` is the assistant model of `transformers_assisted`, or a value of `speculative=` that replaces the name.
     `cache_length` are the slots of the static cache of `plain_static_compiled`: another number causes recompilation.
     """
+    base, mode = split_method(method)
+    is_drafter = mode is None and "+" in method and method in model.drafters
+    if not is_drafter:
+        check_methods([method], assistant=given is not None)
     if method not in PEERS:
-        name, mode = split_method(method)
-        if mode is None and "+" in name and name not in model.drafters:
-            raise InvalidConfigError(
-                f"The method {name!r} has an unknown suffix: {name[name.rindex('+') :]!r}.",
-                f"Suffixes: {', '.join(SHOWN_SUFFIXES)}. Methods of transformers: {', '.join(PEERS)}.",
-            )
         if given is None and mode is not None:
-            given = {"method": name, "compile": mode}
+            given = {"method": base, "compile": mode}
         return {"speculative": method if given is None else given}
-    check_methods([method], assistant=given is not None)
     if method == ASSISTED:
         return {"assistant_model": given}
     if method == COMPILED:

@@ -70,7 +70,9 @@ class Layout:
     unmarked_by: tuple[str, ...] = ()  # regular expressions that match none
 
     # ---- reading
-    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = None  # see `_config`; None: our own
+    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = (
+        None  # our config, see `_empty_head`; None: it is stored as it is
+    )
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout
     expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value
@@ -171,8 +173,8 @@ def assembled(
             head = make(shapes)
     _check_shapes(head.state_dict(), shapes, file_names, where)
     stored = files.read(file_names.values())
-    read = {ours: _copy(ours, stored[name], where) for ours, name in file_names.items()}
-    tensors = {name: read[name] if name in read else _copy(name, tensor, where)
+    read = {ours: _copy(ours, name, stored[name], where) for ours, name in file_names.items()}
+    tensors = {name: read[name] if name in read else _copy(name, name, tensor, where)
                for name, tensor in complete(read).items()}  # fmt: skip
     floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     dtype = functools.reduce(torch.promote_types, floats)
@@ -279,9 +281,9 @@ def _check_shapes(state: Tensors, shapes: Shapes, file_names: Mapping[str, str],
         raise HeadTensorsError(f"{where}: the tensors do not match the config. {text}.")
 
 
-def _copy(name: str, tensor: Tensor, where: str) -> Tensor:
+def _copy(ours: str, name: str, tensor: Tensor, where: str) -> Tensor:
     """Return `copy_checked` of a tensor of a head, an int64 copy of one that defines a draft vocabulary."""
-    if name not in VOCABULARIES:
+    if ours not in VOCABULARIES:
         return copy_checked(name, tensor, where)
     if tensor.dtype not in INTEGERS:
         raise CheckpointFormatError(

@@ -115,15 +115,15 @@ def _answered(
 
 def answer(
     model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], head: str | None, *, colors: bool, as_json: bool
-) -> None:  # fmt: skip
+) -> None:
     """Answer a prompt: stream the text to stdout and print a summary on stderr, or print one JSON object."""
     is_streamed = not as_json and not colors
     ids, summary = _answered(model, tokenizer, [prompt], options, head, streamed=is_streamed, shown=colors)
     stats = None if options["speculative"] is None else model.last_speculation
     if as_json:
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(model), "head": head,
-                               "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
+        found = {"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(model), "head": head}
+        typer.echo(json.dumps({**found, "speculation": None if stats is None else stats.to_dict()}))
         return
     if colors:
         assert stats is not None, "refused together with the method plain"

@@ -33,7 +33,6 @@ from hf_specdec.cli.status import importing, say, working
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import QUESTION_ROW, open_regular, read_records
 from hf_specdec.reporting.stats import shown_tau
-from hf_specdec.validation import nearest
 
 if TYPE_CHECKING:
     from hf_specdec.bench import Measurement, Question
@@ -109,7 +108,6 @@ def bench(
         from hf_specdec.cli.answers import dtype_of, head_for
         from hf_specdec.generation.loading import load_model
 
-    _check_suffixes(names)
     benchmark.check_methods(names, assistant=has_assistant)
     questions = _questions(prompts, limit, per_category)
     own_methods = [split_method(name)[0] for name in names if name not in benchmark.PEERS]
@@ -123,37 +121,18 @@ def bench(
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("answers", total=len(questions) * len({"plain", *names}))
-        for row in benchmark.measure(lm, tokenizer, questions, names, max_new_tokens=max_new_tokens, rounds=rounds,
-                                     settings=settings, all_turns=all_turns):  # fmt: skip
+        limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rounds": rounds, "all_turns": all_turns}
+        for row in benchmark.measure(lm, tokenizer, questions, names, settings=settings, **limits):
             rows.append(row)
             progress.advance(task)
     summary = benchmark.summarise(rows)
     _show(summary, rows, dtype_of(lm), source)
     if output is not None:
-        document = {"environment": benchmark.environment(lm), "head": source, "summary": summary,
-                    "measurements": [asdict(row) for row in rows]}  # fmt: skip
+        document = {"environment": benchmark.environment(lm), "head": source, "summary": summary}
+        document["measurements"] = [asdict(row) for row in rows]
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
-
-
-def _check_suffixes(names: Sequence[str]) -> None:
-    """Refuse names of methods with an unknown suffix, or with one at a method of transformers."""
-    from hf_specdec.bench.methods import PEERS, SHOWN_SUFFIXES, split_method
-
-    for name in names:
-        base, mode = split_method(name)
-        if base in PEERS and mode is not None:
-            raise InvalidConfigError(
-                f"{name}: {base} is a method of transformers, which `compile` does not change.", f"Give {base}."
-            )
-        if mode is None and "+" in name:
-            given = name[name.index("+") :]
-            near = nearest(given, SHOWN_SUFFIXES)
-            meant = "" if near is None else f"Did you mean {near}? "
-            raise InvalidConfigError(
-                f"{name} has the unknown suffix {given}.", f"{meant}Suffixes: {', '.join(SHOWN_SUFFIXES)}."
-            )
 
 
 def _questions(path: Path | None, limit: int | None, per_category: int | None) -> list[Question]:

@@ -201,8 +201,8 @@ class RacePanels:
         """Return the panels as they are now."""
         is_wide = self._width >= NARROWEST
         inside = (self._width // 2 if is_wide else self._width) - BORDERS
-        texts = [answer.text(colored=color) for answer, color in
-                 zip(self._answers.values(), (False, True), strict=True)]  # fmt: skip
+        plain, speculative = self._answers.values()
+        texts = plain.text(colored=False), speculative.text(colored=True)
         lines = [text.wrap(self._console, inside) for text in texts]
         ended = all(answer.end_time is not None for answer in self._answers.values())
         most = max(self._console.height - 8, 4) if is_wide else max(self._console.height // 2 - 5, 3)
@@ -231,8 +231,8 @@ def show_race(
     """Run the comparison, draw both answers while they grow, and print what it shows and what to try next."""
     plain, speculative = TimedAnswer(tokenizer), TimedAnswer(tokenizer)
     panels = RacePanels(console, plain, speculative, method)
-    with Live(get_renderable=panels.render, console=console, refresh_per_second=FRAMES_PER_SECOND,
-              vertical_overflow="crop"):  # fmt: skip
+    drawn: dict[str, Any] = {"refresh_per_second": FRAMES_PER_SECOND, "vertical_overflow": "crop"}
+    with Live(get_renderable=panels.render, console=console, **drawn):
         result = run(model, tokenizer, prompt, method, max_new_tokens, plain, speculative)
     stats, ratio, dtype = result.speculation, result.speed_up, dtype_of(model)
     faster = f"[bold green]{ratio:.1f}x as fast[/]" if ratio >= 1 else f"[bold yellow]slower here: {ratio:.2f}x[/]"

@@ -69,8 +69,8 @@ def demo(
         result = demonstration.run(lm, tokenizer, prompt, method, max_new_tokens)
         typer.echo(json.dumps({**result.to_dict(), "dtype": dtype_of(lm), "head": source}))
     elif console.is_terminal:
-        given = [word for name, value in (("--model", model), ("--drafter", drafter)) if value
-                 for word in (name, value)]  # fmt: skip
+        pairs = ((name, value) for name, value in (("--model", model), ("--drafter", drafter)) if value)
+        given = [word for pair in pairs for word in pair]
         demonstration.show_race(lm, tokenizer, prompt, method, max_new_tokens, source, given, console)
     else:
         demonstration.show_lines(lm, tokenizer, prompt, method, max_new_tokens, source, console)
@@ -123,8 +123,8 @@ def generate(
     if temperature == 0:
         _check_unused({"--top-k": top_k, "--top-p": top_p}, "without sampling", "Add --temperature, such as 0.7.")
     if method == "plain":
-        sizes = {"--num-steps": num_steps, "--num-draft-tokens": num_draft_tokens}
-        _check_unused(sizes, "with --method plain", "Give another --method, such as auto.")
+        unused = {"--num-steps": num_steps, "--num-draft-tokens": num_draft_tokens}
+        _check_unused(unused, "with --method plain", "Give another --method, such as auto.")
     check_method_names([method], ["plain"])
     if not interactive:
         if prompt is None:
@@ -144,8 +144,8 @@ def generate(
         nucleus = 1.0 if top_p is None else top_p
         options |= {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": nucleus}
     if method != "plain":
-        options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens,
-                                  "trace": colors}  # fmt: skip
+        sizes = {"num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+        options["speculative"] = {"method": method, **sizes, "trace": colors}
     torch.manual_seed(seed)
     if interactive:
         converse(lm, tokenizer, prompt, options, source)

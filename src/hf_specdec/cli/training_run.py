@@ -240,8 +240,8 @@ def train_head(
         own: tuple[int, ...] = getattr(head, "feature_layers", ())  # Medusa heads read that of the labels only
         layers = (*dict.fromkeys(layer for layer in own if layer != training.LAST), training.LAST)
         stored, measured = _features(options.features, target, conversations, evaluation, layers)
-        trained = kind.train(target, head, stored, arguments(held_out=bool(evaluation)), config, resume=True,
-                             held_out=measured)  # fmt: skip
+        settings = arguments(held_out=bool(evaluation))
+        trained = kind.train(target, head, stored, settings, config, resume=True, held_out=measured)
     else:
         trained = head
         adapted = training.train_medusa2(

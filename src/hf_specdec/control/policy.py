@@ -1,7 +1,7 @@
-"""Decide in each step of merged drafting how wide the tree is, which heads to query, and when to pause drafting.
+"""Decide in each step of merged drafting how wide the tree is, and which heads to query.
 
 *Width*: nodes per row of a verified tree, root included. *Free sources* need no forward (such as prompt lookup) and
-are queried in every step unless drafting is paused; *heads* usually need one forward per level. *Trust*: the factor by
+are queried in every drafted step; *heads* usually need one forward per level. *Trust*: the factor by
 which a source's probabilities are multiplied. The *path probability* of a node, the product of the probabilities on
 its path, is the probability that it is accepted. What is learned is kept across calls; it affects only the speed.
 """
@@ -298,9 +298,6 @@ per token, may be wrong in a text whose short ones are right, and would waste ma
 TRUST_MEMORY = 0.99
 """Fraction of a source's counts of hits and expected hits that is kept at each new position."""
 
-FADED_HITS = 0.5
-"""Fraction of a source's counts that is kept when the target's weights change."""
-
 Trust = tuple[float, ...]
 """Factors for a source's probabilities, by class, see `trust_class`."""
 UNKNOWN: Trust = (INITIAL_TRUST,) * (len(TRUST_CLASSES) + 1)
@@ -336,10 +333,9 @@ class LearnedStats:
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def fade(self) -> None:
-        """Reduce the weight of gains and hits, because the target's weights have changed; costs stay."""
+        """Halve the weight of hits and reduce that of gains, because the target's weights have changed; costs stay."""
         self._hits = {
-            name: [(FADED_HITS * expected, FADED_HITS * hits) for expected, hits in classes]
-            for name, classes in self._hits.items()
+            name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in self._hits.items()
         }
         for schedule in self.schedules.values():
             schedule.fade()
@@ -400,10 +396,6 @@ class LearnedStats:
 
 # ------------------------------------------------------------------------------------------- one generation
 
-IDLE_QUERY_SHARE, PAUSE_STEPS = 0.05, 8
-"""Fraction of plain steps' time that may be spent on querying free sources while no draft pays. Querying pauses once
-more than the second number of consecutive steps were plain; a pause lasts at most as many steps."""
-
 
 class MergePolicy:
     """Policy that decides in each step of one generation how much to draft and which heads to query.
@@ -426,8 +418,6 @@ class MergePolicy:
         self._learned, self._step_costs, self._batch_size = learned, step_costs, batch_size
         self._stops_heads = reads_are_free
         self._costs: tuple[float, ...] = ()
-        self._plain_steps = 0  # consecutive
-        self._paused_steps = 0  # still to come
         self._free_seconds = 0.0  # of querying and updating the free sources, a moving average
         self._without: Width | None = None  # the best width of this step without heads
         self._queries: list[tuple[QueryStats, Width, Width]] = []  # of this step, with the widths before and after
@@ -436,14 +426,10 @@ class MergePolicy:
 
     # ------------------------------------------------------------------------------------------- one step
 
-    def begin_step(self) -> bool:
-        """Return whether to draft in this step; if so, update the costs, otherwise count down the current pause."""
+    def begin_step(self) -> None:
+        """Update the costs before a step is drafted."""
         if self._step_costs is not None:
-            if self._paused_steps:
-                self._paused_steps, self._expected = self._paused_steps - 1, None
-                return False
             self._costs = self._step_costs()
-        return True
 
     def stop_rule(self, num_nodes: int, head_seconds: float = 0.0) -> StopRule | None:
         """Return the rule that stops the growth of a row's tree; None: grow to the budget, because costs are unknown.
@@ -465,10 +451,7 @@ class MergePolicy:
         return best_width(rows, self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def finish_draft(self, rows: Sequence[Sequence[float]], width: Width, free_seconds: float) -> None:
-        """Record the tree to verify; pause querying if more than `PAUSE_STEPS` consecutive steps were plain.
-
-        The pause in steps, rounded down, limits the time of querying the free sources to `IDLE_QUERY_SHARE`; it is at
-        most `PAUSE_STEPS`. There is none if costs are unknown.
+        """Record the tree to verify.
 
         Args:
             rows: Path probabilities of the trees.
@@ -478,9 +461,6 @@ class MergePolicy:
         known = self._free_seconds
         self._free_seconds = known + HEAD_SMOOTHING * (free_seconds - known) if known else free_seconds
         self._expected = sum(sum(row[1 : width.num_nodes]) for row in rows)
-        self._plain_steps = self._plain_steps + 1 if width.num_nodes == 1 else 0
-        if self._plain_steps > PAUSE_STEPS and self._costs:
-            self._paused_steps = min(int(self._free_seconds / (IDLE_QUERY_SHARE * self._costs[0])), PAUSE_STEPS)
 
     def observe(self, num_emitted: int, num_accepted: int, active_rows: int, free_seconds: float) -> None:
         """Learn from the result of a step.
@@ -518,11 +498,9 @@ class MergePolicy:
         """Apply `choose_query` for the next step, before the host has read the result of this step.
 
         The best width without heads is not known for the next step yet, so that of this step is used. Returns None if
-        that is not known either, or if querying is paused.
+        that is not known either.
         """
-        if self._without is None or self._paused_steps:
-            return None
-        return self.choose_query(schedule, self._without, active_rows)
+        return None if self._without is None else self.choose_query(schedule, self._without, active_rows)
 
     def expect(self, without: Width) -> None:
         """Note the best width of this step without heads, for `choose_launch`."""

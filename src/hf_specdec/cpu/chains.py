@@ -115,11 +115,7 @@ def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) 
 
 
 def join_steps(graph: fx.GraphModule) -> int:
-    """Join consecutive products and norms into chains, in place; return the number of chains.
-
-    Args:
-        graph: A graph that `use_kernels` has rewritten; its weights are inputs.
-    """
+    """Join consecutive products and norms of a graph from `use_kernels` into chains, in place; return their number."""
     runs, current = list[list[fx.Node]](), list[fx.Node]()
     for node in graph.graph.nodes:
         if _is_step(node) and (not current or _has_same_rows(node, current[0])):

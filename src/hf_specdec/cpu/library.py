@@ -359,11 +359,6 @@ def is_loaded() -> bool:
     return bool(_loaded) and not isinstance(_loaded[0], str)
 
 
-def forget_library() -> None:
-    """Make the next `load_library` choose and build again; for tests. Functions bound to the old one still work."""
-    _loaded.clear()
-
-
 _LOCK = threading.Lock()
 _running: list[threading.Thread] = []
 
@@ -382,12 +377,6 @@ def are_kernels_ready() -> bool:
         _running[:] = [threading.Thread(target=_load, name="hf_specdec kernels", daemon=True)]
         _running[0].start()
         return False
-
-
-def wait_for_kernels() -> None:
-    """Wait until a compiler in the background has finished; for tests."""
-    for thread in list(_running):
-        thread.join()
 
 
 def _load() -> None:

@@ -239,11 +239,8 @@ def _seconds(multiply: Callable[..., Tensor], weights: Sequence[Tensor], rows: i
 def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
     """Return `x / sqrt(mean(x ** 2) + eps) * weight`, computed in float32.
 
-    Args:
-        x: `[..., K]`.
-        weight: `[K]`, of the dtype of x or float32.
-        eps: Added to the mean.
-        early: Round to the dtype of x before multiplying with the weight, as Llama does; Gemma rounds afterwards.
+    x is `[..., K]`, the weight `[K]` of its dtype or float32. With `early`, round to the dtype of x before multiplying
+    with the weight, as Llama does; Gemma rounds afterwards.
     """
     x, weight, k = x.contiguous(), weight.contiguous(), x.shape[-1]
     y, is_wide = torch.empty_like(x), weight.dtype == torch.float32
@@ -254,12 +251,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x * cos + rotate_half(x) * sin`, contiguous.
-
-    Args:
-        x: `[B, H, N, D]`; copied if the last dimension is not contiguous.
-        cos, sin: `[B or 1, N, D]`, of the dtype of x.
-    """
+    """Return `x * cos + rotate_half(x) * sin`, contiguous, for x `[B, H, N, D]` and tables `[B or 1, N, D]`."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -279,14 +271,9 @@ def can_search(logits: Tensor) -> bool:
 
 
 def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (at most 0, float32) and ids `[..., count]` of the likeliest tokens, best first.
+    """Return log-probabilities (at most 0, float32) and ids `[..., count]` of the likeliest of V tokens, best first.
 
-    Of equal logits, the one with the lowest id comes first.
-
-    Args:
-        logits: `[..., V]`.
-        count: Number of tokens, at most V.
-        with_log_probs: Whether log-probabilities are needed; the first result is empty if not.
+    Of equal logits, the one with the lowest id comes first. Unless `with_log_probs`, the first result is empty.
     """
     size = logits.shape[-1]
     rows = logits.reshape(-1, size)

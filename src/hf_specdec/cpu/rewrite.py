@@ -8,7 +8,7 @@ pattern do not change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,14 +33,11 @@ class RecordProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
-            x, weight, bias = _linear_arguments(*args, **kwargs)
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
             if can_multiply(x, weight, bias):
                 return kernels.linear(x, [weight], [bias], NO_ACTIVATION)
         return func(*args, **kwargs)
-
-
-def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    return input, weight, bias
 
 
 def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
@@ -66,7 +63,7 @@ def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None)
             node.target = aten.reshape.default  # parts of a joined product are not contiguous
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return len(_products(graph.graph.nodes))
+    return sum(_is(node, kernels.linear.default) for node in graph.graph.nodes)
 
 
 def lift_weights(graph: fx.GraphModule) -> list[Tensor]:
@@ -248,10 +245,8 @@ def _match_residual(total: _Node) -> None:
 def _join_attention(node: _Node, attention: Any, joined: Any) -> None:
     """Replace attention over parts of a joined product, rotated, by an operation that takes the product as it is.
 
-    Args:
-        node: Any node.
-        attention: Operation of queries, keys and values `[B, H or G, N, D]` and further arguments.
-        joined: Operation of the product `[B, N, (H + 2G) * D]`, cosines, sines, G, D and the same further arguments.
+    `attention` is the operation of queries, keys and values `[B, H or G, N, D]` and further arguments; `joined` that
+    of the product `[B, N, (H + 2G) * D]`, cosines, sines, G, D and the same further arguments.
     """
     if not _is(node, attention):
         return
@@ -283,10 +278,6 @@ def _part_of_heads(node: _Node) -> tuple[_Node, int, int, int] | None:
     return (product, size, first, last) if dimension == -1 and _is(product, kernels.linear.default) else None
 
 
-def _products(nodes: Iterable[_Node]) -> list[_Node]:
-    return [node for node in nodes if _is(node, kernels.linear.default)]
-
-
 def _is_product(node: _Node) -> bool:
     """Whether a node is a product with a single weight and without a residual."""
     return _is(node, kernels.linear.default) and len(node.args[1]) == 1 and len(node.args) == 4
@@ -295,7 +286,7 @@ def _is_product(node: _Node) -> bool:
 def _join_products(graph: fx.Graph) -> None:
     """Compute products with the same input in one call, which starts the threads once; all weights are inputs."""
     members: dict[_Node, list[_Node]] = defaultdict(list)
-    for node in filter(_is_product, _products(graph.nodes)):
+    for node in filter(_is_product, graph.nodes):
         if all(weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))):
             members[node.args[0]].append(node)
     for x, nodes in members.items():

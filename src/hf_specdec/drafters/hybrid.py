@@ -262,8 +262,7 @@ class _HybridSession(DraftSession):
 
     def propose(self, budget: Budget) -> Draft:
         self._proposed = True
-        if not self._policy.begin_step():
-            return Draft.plain(self._roots)
+        self._policy.begin_step()
         begin = time.perf_counter()
         self._candidates = {
             source.name: list(map(CachedCandidates, source.session.candidates)) for source in self._free

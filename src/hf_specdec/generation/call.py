@@ -41,6 +41,7 @@ from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.generation import checks
+from hf_specdec.generation.checks import ASSISTED, PARD
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
 from hf_specdec.generation.state import (
     answer_history,
@@ -67,9 +68,6 @@ logger = logging.getLogger(__name__)
 SHARED_NODES = 8
 """Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same
 size, but the costs that each would measure differ."""
-
-ASSISTED, PARD = "draft_model", "pard"
-"""Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +309,7 @@ def _assisted_drafters(
     samples losslessly with chains of this drafter alone.
     """
     model, named = request.assistant_model, {ASSISTED, PARD} & {config.method, *(config.methods or ())}
-    checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config, ASSISTED, PARD)
+    checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config)
     tokenizers = {"tokenizer": request.tokenizer, "assistant_tokenizer": request.assistant_tokenizer}
     if request.assistant_tokenizer is None:  # that of the target
         tokenizers = {}

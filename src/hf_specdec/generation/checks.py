@@ -52,14 +52,17 @@ ROW_ARGUMENTS = frozenset({"adapter_names", "alora_offsets"})
 KEPT_PREFIX_RULES = ("auto", "greedy", "rejection")
 """Acceptance rules that call stateful processors only with emitted text, once per token and in order."""
 
+ASSISTED, PARD = "draft_model", "pard"
+"""Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
+
 MODE_OPTIONS = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Fields of a generation config that select a generation mode."""
 
-Row = tuple[Any, str, str] | tuple[Any, str, str, type[SpeculativeDecodingError]]
+_Row = tuple[Any, str, str] | tuple[Any, str, str, type[SpeculativeDecodingError]]
 """Whether a call is refused, the reason, the way out, and the error (default: `UnsupportedGenerationError`)."""
 
 
-def _refuse(*table: Row) -> None:
+def _refuse(*table: _Row) -> None:
     for applies, reason, way_out, *error in table:
         if applies:
             raise (error[0] if error else UnsupportedGenerationError)(reason, way_out)
@@ -130,7 +133,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     )
 
 
-def _static_attentions(config: GenerationConfig, is_static: bool) -> Row:
+def _static_attentions(config: GenerationConfig, is_static: bool) -> _Row:
     """Transformers returns one column per slot of a static cache, this package only the columns of tokens."""
     return (
         is_static and config.return_dict_in_generate and config.output_attentions,
@@ -139,21 +142,13 @@ def _static_attentions(config: GenerationConfig, is_static: bool) -> Row:
     )
 
 
-def check_assistant(
-    model: Any, tokenizer: Any, assistant_tokenizer: Any, config: SpeculativeConfig, *methods: str
-) -> None:
-    """Refuse an assistant that has no effect or is not loaded, and its tokenizer without that of the model.
-
-    Args:
-        model, tokenizer, assistant_tokenizer, config: Of the call.
-        methods: Names of the methods that draft with an assistant.
-    """
-    assisted, pard = methods
+def check_assistant(model: Any, tokenizer: Any, assistant_tokenizer: Any, config: SpeculativeConfig) -> None:
+    """Refuse an assistant that has no effect or is not loaded, and its tokenizer without that of the model."""
     _refuse(
         (
-            config.method not in (*methods, *COMBINED),
+            config.method not in (ASSISTED, PARD, *COMBINED),
             f"`assistant_model` has no effect with speculative={config.method!r}.",
-            f"Use speculative={assisted!r}, {pard!r}, 'hybrid' or 'auto', or drop it.",
+            f"Use speculative={ASSISTED!r}, {PARD!r}, 'hybrid' or 'auto', or drop it.",
         ),
         (
             not isinstance(model, nn.Module),
@@ -161,9 +156,9 @@ def check_assistant(
             "Load it: AutoModelForCausalLM.from_pretrained(...).",
         ),
         (
-            config.methods and not {config.method, *config.methods} & {*methods},
+            config.methods and not {config.method, *config.methods} & {ASSISTED, PARD},
             f"`assistant_model` has no effect with methods={list(config.methods or ())}.",
-            f"Add {assisted!r} to them, or drop it.",
+            f"Add {ASSISTED!r} to them, or drop it.",
         ),
         (
             assistant_tokenizer is not None and tokenizer is None,

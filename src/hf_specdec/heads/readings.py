@@ -78,28 +78,27 @@ class Ambiguity:
 
         Args:
             target_config: Config of the target's text decoder.
-            given: Some fields of `Reading`, by name.
+            given: Some fields of `Reading`, by name, after `checked_reading`.
 
         Raises:
-            InvalidConfigError: A name or value is invalid, or sets layers of a head whose files name none, or
-                `final_norm` for a head that does not read the last layer.
+            InvalidConfigError: A value sets layers of a head whose files name none, or `final_norm` for a head that
+                does not read the last layer.
             DrafterMismatchError: See `readings`.
         """
-        wanted = checked_reading(given)
-        if self.layer_ids is None and wanted.keys() & {"layer_offset", "final_norm"}:
+        if self.layer_ids is None and given.keys() & {"layer_offset", "final_norm"}:
             raise InvalidConfigError(
                 "`reading` sets `layer_offset` or `final_norm`, but the files of this head name no layers.",
                 "Leave them out.",
             )
         forced = replace(
             self,
-            layer_offsets=(wanted["layer_offset"],) if "layer_offset" in wanted else self.layer_offsets,
-            norm_output=(wanted["norm_output"],) if "norm_output" in wanted else self.norm_output,
+            layer_offsets=(given["layer_offset"],) if "layer_offset" in given else self.layer_offsets,
+            norm_output=(given["norm_output"],) if "norm_output" in given else self.norm_output,
         )
         found = forced.readings(target_config)
-        if wanted.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
+        if given.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
             raise InvalidConfigError("`reading` sets `final_norm`, but this head does not read the last layer.")
-        return tuple(dict.fromkeys(replace(reading, **wanted) for reading in found))
+        return tuple(dict.fromkeys(replace(reading, **given) for reading in found))
 
     @property
     def open_fields(self) -> list[str]:
@@ -124,7 +123,7 @@ class Ambiguity:
         return [LAST if reading.final_norm and number == depth else number for number in numbers]
 
 
-VALUES: Mapping[str, tuple[Any, ...]] = {
+_POSSIBLE: Mapping[str, tuple[Any, ...]] = {
     "norm_output": (False, True), "layer_offset": (0, 1), "final_norm": (False, True),
 }  # fmt: skip
 """Valid values of a `Reading`'s fields."""
@@ -138,11 +137,11 @@ def checked_reading(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(given, Mapping):
         raise InvalidConfigError(
-            f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(VALUES)}."
+            f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(_POSSIBLE)}."
         )
     for name, value in given.items():
-        if name not in VALUES or type(value) is not type(VALUES[name][0]) or value not in VALUES[name]:
+        if name not in _POSSIBLE or type(value) is not type(_POSSIBLE[name][0]) or value not in _POSSIBLE[name]:
             raise InvalidConfigError(
-                f"`reading` has the invalid entry {name!r}: {value!r}.", f"Possible values: {dict(VALUES)}."
+                f"`reading` has the invalid entry {name!r}: {value!r}.", f"Possible values: {dict(_POSSIBLE)}."
             )
     return dict(given)

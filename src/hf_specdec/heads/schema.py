@@ -19,6 +19,7 @@ from hf_specdec.validation import (
     MAX_TOP_K,
     TRUTH,
     Rule,
+    check_values,
     integer,
     is_number,
     list_of,
@@ -251,8 +252,7 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     """
     known = {name: value for name, value in fields.items() if name in rules}
     given = {name: value for name, value in known.items() if value is not None}
-    for name, value in given.items():
-        rules[name].check(name, _listed(value))
+    check_values({name: _listed(value) for name, value in given.items()}, rules)
     heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads", 1)
     if heads is not None and heads % groups:  # one of them may be the target's, which `DraftAttention` checks
         raise InvalidConfigError(f"`num_key_value_heads` {groups} must divide `num_attention_heads` {heads}.")

@@ -41,7 +41,7 @@ NGRAM_SIZE = 8
 INVENTED = "invented"
 """`Prompt.source` of prompts that the model invents."""
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 """Values of a row by field name."""
 
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ NOT_READ = ("functions", "documents", "images", "image", "videos", "audios", "ch
 
 
 def read_each(
-    source: str | Path, read: Callable[[Row, str], T], *, split: str = "train", limit: int | None = None
+    source: str | Path, read: Callable[[DataRow, str], T], *, split: str = "train", limit: int | None = None
 ) -> list[T]:
     """Return what `read` makes of each row and its location; rows that it refuses are skipped and logged.
 
@@ -96,7 +96,7 @@ def read_each(
 
 def read_rows(
     source: str | Path, *, split: str = "train", refuse: Callable[[InvalidConfigError], None] | None = None
-) -> Iterator[tuple[str, Row]]:
+) -> Iterator[tuple[str, DataRow]]:
     """Yield pairs of a row's location (file and line or row number, for error messages) and the row.
 
     Args:
@@ -135,7 +135,7 @@ def read_rows(
 
 def _rows_of_dataset(
     source: str | Path, path: Path | None, split: str, datasets: Any, parquet: Any
-) -> Iterator[tuple[str, Row]]:
+) -> Iterator[tuple[str, DataRow]]:
     files = []
     if path is not None:
         files = sorted(path.glob("data/part-*.parquet")) if path.is_dir() else [path]
@@ -175,7 +175,7 @@ def datasets_package(why: str) -> tuple[Any, Any]:
 # ---------------------------------------------------------------------------------------------------------- messages
 
 
-def _messages_of(row: Row, place: str) -> list[Message]:
+def _messages_of(row: DataRow, place: str) -> list[Message]:
     """Return the messages of a row as chat templates take them; an empty list if it has none.
 
     They are those in `messages` (`role` and `content`) or ShareGPT's `conversations` (`from` and `value`), after the
@@ -201,14 +201,14 @@ def _messages_of(row: Row, place: str) -> list[Message]:
     return messages
 
 
-def _system_of(row: Row, place: str) -> str:
+def _system_of(row: DataRow, place: str) -> str:
     system = row.get("system") or ""
     if not isinstance(system, str):
         raise InvalidConfigError(f"{place}: `system` must be a text, got {shortened(system)}.")
     return _unicode(system, place)
 
 
-def _message(turn: Row, where: str) -> Message:
+def _message(turn: DataRow, where: str) -> Message:
     given, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None or not isinstance(content, str | None):
@@ -228,7 +228,7 @@ def _message(turn: Row, where: str) -> Message:
     return {"role": role, "content": content or "", **rest}
 
 
-def _tool_calls(calls: Any, where: str) -> list[Row]:
+def _tool_calls(calls: Any, where: str) -> list[DataRow]:
     parsed = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -240,7 +240,7 @@ def _tool_calls(calls: Any, where: str) -> list[Row]:
     return parsed
 
 
-def _tools_of(row: Row, place: str) -> list[Row] | None:
+def _tools_of(row: DataRow, place: str) -> list[DataRow] | None:
     """Return the tools of a row for the chat template, also if they are JSON text; None if it has none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -269,7 +269,7 @@ def _unicode(value: str, place: str) -> str:
 
 
 def rendered(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Row] | None = None, *, answer_next: bool
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[DataRow] | None = None, *, answer_next: bool
 ) -> str:
     """Return the text that a chat template makes of messages; it ends where an answer begins if one comes next."""
     try:
@@ -327,7 +327,7 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
     return read_each(source, lambda row, place: prompt_of(row, place, name), split=split, limit=limit)
 
 
-def prompt_of(row: Row, place: str, name: str) -> Prompt:
+def prompt_of(row: DataRow, place: str, name: str) -> Prompt:
     """Return the prompt in a row, see `read_prompts`; its source is `name` if the row does not give one.
 
     Raises:
@@ -444,7 +444,7 @@ def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str =
     return [conversation for conversation in rows if any(conversation.loss_mask)]
 
 
-def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
+def _conversation(row: DataRow, tokenizer: Any, place: str) -> Conversation:
     if "input_ids" in row and "loss_mask" in row:
         mask = row["loss_mask"]
         if not isinstance(mask, list) or any(type(value) not in (int, bool) or value not in (0, 1) for value in mask):
@@ -462,7 +462,7 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
     )
 
 
-def _tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
+def _tokens_of(row: DataRow, name: str, place: str) -> tuple[int, ...]:
     values = row[name]
     if not isinstance(values, list):
         raise InvalidConfigError(f"{place}: `{name}` must be a list of token ids, got {shortened(values)}.")
@@ -475,7 +475,7 @@ def _tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, tokenizer: Any) -> Conversation:
+def _of_messages(messages: Sequence[Message], tools: Sequence[DataRow] | None, tokenizer: Any) -> Conversation:
     """Tokenize messages with the chat template, up to the last assistant turn.
 
     An answer is what the template adds for an assistant turn after the generation prompt, up to the end token. A line
@@ -514,7 +514,12 @@ def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, token
 
 
 def _check_whole(
-    before: str, text: str, earlier: Sequence[Message], message: Message, tools: Sequence[Row] | None, tokenizer: Any
+    before: str,
+    text: str,
+    earlier: Sequence[Message],
+    message: Message,
+    tools: Sequence[DataRow] | None,
+    tokenizer: Any,
 ) -> None:
     """Check that everything an assistant turn holds is in the text that the template makes of it.
 

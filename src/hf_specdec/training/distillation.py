@@ -155,39 +155,30 @@ def distill(
         "prompts": hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16],
     }
     folder, state = checked_path(output_dir), processes()
+    files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
+    empty = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # markers of parts without rows
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
             _claim(folder, {**settings, **teacher.facts()})
-        _answer_parts(teacher, tokenizer, folder, config, parts, progress=progress)
+        mine = range(state.process_index, len(parts), state.num_processes)
+        left = [index for index in mine if not (files[index].exists() or empty[index].exists())]
+        silent = not (progress and state.is_main_process)
+        tokens, start = 0, time.perf_counter()
+        with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar, ticking(bar):
+            for index in left:
+                rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
+                if rows:
+                    _write_part(rows, files[index])
+                else:
+                    empty[index].touch()
+                tokens += sum(sum(row["loss_mask"]) for row in rows)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s", refresh=False)
+                bar.update()
+        if teacher.num_lost:
+            reasons = "; ".join(f"{number} x {reason}" for reason, number in teacher.lost.most_common())
+            logger.warning("%d answers were dropped: %s.", teacher.num_lost, reasons)
         state.wait_for_everyone()
     return folder
-
-
-def _answer_parts(
-    teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: Sequence[Sequence[_Dialog]], *,
-    progress: bool,
-) -> None:  # fmt: skip
-    """Write the missing parts of this process (a marker file for a part without rows); warn of dropped answers."""
-    state = processes()
-    files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
-    empty = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # marker files
-    mine = range(state.process_index, len(parts), state.num_processes)
-    left = [index for index in mine if not (files[index].exists() or empty[index].exists())]
-    silent = not (progress and state.is_main_process)
-    tokens, start = 0, time.perf_counter()
-    with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar, ticking(bar):
-        for index in left:
-            rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
-            if rows:
-                _write_part(rows, files[index])
-            else:
-                empty[index].touch()
-            tokens += sum(sum(row["loss_mask"]) for row in rows)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s", refresh=False)
-            bar.update()
-    if teacher.num_lost:
-        reasons = "; ".join(f"{number} x {reason}" for reason, number in teacher.lost.most_common())
-        logger.warning("%d answers were dropped: %s.", teacher.num_lost, reasons)
 
 
 def _write_part(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -286,37 +286,33 @@ def capture_features(
         with state.main_process_first():
             missing = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
             layers = _prepare_folder(folder, index, model, missing)
+        # the share depends on file numbers only, because other processes are writing files meanwhile
+        share = range(state.process_index, len(parts), state.num_processes)
+        mine = [number for number in share if not _part(folder, number).exists()]
         training, _ = model.training, model.eval()
         try:
-            _capture_parts(model, parts, folder, layers, progress=progress)
+            with tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)) as bar, ticking(bar):
+                for number in bar:
+                    _capture_part(model, parts[number], layers, _part(folder, number))
         finally:
             model.train(training)
         state.wait_for_everyone()
     return FeatureStore(folder)
 
 
-def _capture_parts(
-    model: PreTrainedModel, parts: Sequence[Sequence[Conversation]], folder: Path, layers: Sequence[int], *,
-    progress: bool,
-) -> None:  # fmt: skip
-    """Capture and write the missing files that belong to this process."""
-    state = processes()
-    # the share depends on file numbers only, because other processes are writing files meanwhile
-    share = range(state.process_index, len(parts), state.num_processes)
-    mine = [number for number in share if not _part(folder, number).exists()]
-    bar = tqdm(mine, unit="batch", disable=not (progress and state.is_main_process))
-    with ticking(bar):
-        for number in bar:
-            rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in parts[number]]
-            sizes = torch.tensor([len(row) for row in rows], device="cpu")
-            features = target_features(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
-            tensors = {}
-            for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
-                tensors[f"{place}.input_ids"] = row
-                tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
-                tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
-            with whole_file(_part(folder, number)) as partial:
-                save_file(tensors, partial)
+def _capture_part(
+    model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int], path: Path
+) -> None:
+    rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in conversations]
+    sizes = torch.tensor([len(row) for row in rows], device="cpu")
+    features = target_features(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
+    tensors = {}
+    for place, (row, conversation) in enumerate(zip(rows, conversations, strict=True)):
+        tensors[f"{place}.input_ids"] = row
+        tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
+        tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
+    with whole_file(path) as partial:
+        save_file(tensors, partial)
 
 
 def _part(folder: Path, number: int) -> Path:

@@ -71,11 +71,7 @@ class Recipe:
 def check_settings(
     settings: Any, limits: Mapping[str, tuple[int, int]], otherwise: tuple[int, int] = OTHER_LIMITS
 ) -> None:
-    """Check that the numbers and booleans of a dataclass have the type of their defaults and are within limits.
-
-    Raises:
-        InvalidConfigError: A value is invalid; the message names the first such field.
-    """
+    """Check that the numbers and booleans of a dataclass have the type of their defaults and are within limits."""
     for setting in fields(settings):
         name, kind = setting.name, type(setting.default)
         if kind in (bool, int, float):
@@ -111,18 +107,12 @@ class Counts:
 
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
-        """For each of K depths, the fractions of positions at which the r-th best of R drafted tokens is correct.
-
-        They are 0.0 at a depth at which nothing was measured.
-        """
+        """By depth, the fractions of positions at which the r-th best drafted token is correct; 0 if none is known."""
         return tuple(map(tuple, (self.right.double() / self.counted[:, None].clamp(min=1)).tolist()))
 
     @property
     def acceptance(self) -> list[float]:
-        """For each depth, the fraction of `chains` whose best drafted tokens are all correct down to this depth.
-
-        It is 0.0 at a depth without chains.
-        """
+        """By depth, the fraction of `chains` whose best drafted tokens are all correct so far; 0 if there are none."""
         return (self.accepted.double() / self.chains.clamp(min=1)).tolist()
 
 
@@ -151,14 +141,12 @@ class Tally:
 
     @torch.no_grad()
     def add(self, known: Tensor, logits: Tensor, states: Tensor, following: Tensor) -> None:
-        """Measure the next depth, at M positions.
+        """Measure the next depth, at the M positions where `known`, shaped like `places`, is True.
 
         Args:
-            known: Bool tensor shaped like `places`, True at the M positions.
             logits: `[M, Vd]` the head's logits.
             states: `[M, D]` hidden states after the final norm, from which the target predicts the same tokens.
-            following: `[M]` the text's tokens; later depths of those that the target does not choose are not in
-                `chains`.
+            following: `[M]` the text's tokens; if the target chooses others, later depths are not in `chains`.
         """
         if not self._ranks:
             return
@@ -196,9 +184,7 @@ def predicted_tau(accuracies: Sequence[float]) -> float:
 class TargetReader:
     """Access to the frozen target's embedding and lm_head; not an `nn.Module`, so they are neither trained nor saved.
 
-    Args:
-        target: The target.
-        head: The head, which may have a draft vocabulary and its own embedding.
+    The head may have a draft vocabulary and its own embedding.
     """
 
     def __init__(self, target: PreTrainedModel, head: Any) -> None:

@@ -66,12 +66,8 @@ class TableCallback(TrainerCallback):
         widths = [max(COLUMN_WIDTH, len(heading)) for heading in headings]
         print_line("  ".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True)))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the bar."""
-        self.close()
-
     def close(self) -> None:
-        """Close the bar; `fit` calls this also if the run fails or is interrupted."""
+        """Close the bar; `fit` calls this when the run has ended, failed or been interrupted."""
         self._clock.close()
         if self._bar is not None:
             self._bar.close()

@@ -122,7 +122,7 @@ class ServerTeacher(Teacher):
         self.end_ids = list(end_ids or default)
         self._count_offsets: Counter[int] = Counter()  # server's count minus received ids, over all ended answers
         self._probe: list[int] = []  # a prompt that was answered, sent again if a later call fails
-        names = self._connection.models()
+        (names,) = self._connection.send([{}], lambda client: client.models.with_raw_response.list, _read_model_names)
         if isinstance(names, AnswerError):
             raise self._error("does not answer", names, URL_HINT) from names
         if (model is None and len(names) != 1) or (model is not None and model not in names):
@@ -210,8 +210,10 @@ class ServerTeacher(Teacher):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]  # fmt: skip
         max_length = max_new_tokens * self._max_token_length
-        return self._connection.complete(
-            requests, lambda body: _read_completion(body, max_new_tokens, self._vocab_size, max_length)
+        return self._connection.send(
+            requests,
+            lambda client: client.completions.with_raw_response.create,
+            lambda body: _read_completion(body, max_new_tokens, self._vocab_size, max_length),
         )
 
     def _ids_of(
@@ -410,24 +412,17 @@ class _Connection:
 
         self._client = client
 
-    def models(self) -> list[str] | AnswerError:
-        """Request the names of the server's models; return the error if that fails."""
-        (names,) = self._run([{}], lambda client: client.models.with_raw_response.list, _read_model_names)
-        return names
-
-    def complete(
-        self, requests: Sequence[Mapping[str, Any]], read: Callable[[bytes], _Completion]
-    ) -> list[_Completion | AnswerError]:
-        """Request completions, given the arguments of `completions.create`; return the error of each that fails."""
-        return self._run(requests, lambda client: client.completions.with_raw_response.create, read)
-
-    def _run(
+    def send(
         self,
         requests: Sequence[Mapping[str, Any]],
         method: Callable[[AsyncOpenAI], Callable[..., Any]],
         read: Callable[[bytes], Any],
     ) -> list[Any]:
-        """Send requests, up to `num_requests` at a time, and return what `read` makes of each body, or its error."""
+        """Call a method of the client with the arguments of each request, up to `num_requests` at a time.
+
+        Returns:
+            What `read` makes of each response body, or an `AnswerError` if the request failed or `read` raised it.
+        """
 
         async def request_all() -> list[Any]:
             try:

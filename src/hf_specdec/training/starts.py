@@ -260,43 +260,32 @@ def start_first_layer(head: DFlashHead, model: PreTrainedModel) -> None:
         useful[:1] = True
     direction = torch.zeros(head.config.head_dim, dtype=torch.float32, device="cpu")
     direction[: len(frequencies)] = useful.float()  # the first of the two dimensions that rotate together
-    _look(layer.self_attn, sample, (direction / direction.norm()).to(sample.context), at_root)
-    _pass_on(layer.self_attn, sample, at_root)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        bias = getattr(layer.self_attn, name).bias
-        if bias is not None:
-            bias.zero_()
-
-
-def _look(attention: Any, sample: _Sample, direction: Tensor, at_root: int) -> None:
-    """Set queries and keys so that the last `at_root` key heads see the root, the others the end of the context."""
-    size = attention.head_dim
-    groups, heads = (len(each.weight) // size for each in (attention.k_proj, attention.q_proj))
+    direction = (direction / direction.norm()).to(sample.context)
+    attention, size = layer.self_attn, head.config.head_dim
+    repeats = head.config.num_attention_heads // groups
+    # the last `at_root` key heads see the root, the others the end of the context
     near = _fitted((sample.context, 1.0), (sample.tokens, -1.0), (sample.mask[None], -1.0))
     root = _fitted((sample.tokens, 1.0), (sample.context, -1.0), (sample.mask[None], -1.0))
-    queries = _fitted((sample.tokens, 1.0), (sample.mask[None], 1.0))
+    seen = _fitted((sample.tokens, 1.0), (sample.mask[None], 1.0))
     strength = (SHARPNESS / size**0.5) ** 0.5
     scale = FIRMNESS if attention.qk_norm else strength * size**0.5
-    for projection, functions in (
-        (attention.q_proj, [queries] * heads), (attention.k_proj, [near] * (groups - at_root) + [root] * at_root)
-    ):  # fmt: skip
+    queries, keys = [seen] * (repeats * groups), [near] * (groups - at_root) + [root] * at_root
+    for projection, functions in ((attention.q_proj, queries), (attention.k_proj, keys)):
         weight = torch.stack([torch.outer(direction, function) for function in functions]).flatten(0, 1)
         projection.weight.mul_(NOISE).add_(scale * weight)
     if attention.qk_norm:
         attention.q_norm.weight.fill_(strength)
         attention.k_norm.weight.fill_(strength)
-
-
-def _pass_on(attention: Any, sample: _Sample, at_root: int) -> None:
-    """Set values and outputs so that a slot receives the components of what it sees, in their size before the norm."""
-    size = attention.head_dim
-    groups, heads = (len(each.weight) // size for each in (attention.k_proj, attention.q_proj))
+    # a slot receives the components of what it sees, in their size before the norm
     context = _components(sample.context, (groups - at_root) * size)
     embeddings = _components(sample.tokens - sample.tokens.mean(0), at_root * size)
     attention.v_proj.weight.copy_(torch.cat([context, embeddings]))
     outputs = torch.cat([sample.size * context, sample.entry * embeddings]).unflatten(0, (groups, size))
-    repeats = heads // groups
     attention.o_proj.weight.copy_(outputs.repeat_interleave(repeats, 0).flatten(0, 1).T / repeats)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        bias = getattr(attention, name).bias
+        if bias is not None:
+            bias.zero_()
 
 
 def _read_sample(head: DFlashHead, model: PreTrainedModel) -> _Sample:

@@ -168,11 +168,7 @@ class HeadTrainer(Trainer):
         return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the objective's weights from a checkpoint; under FSDP, transformers loads them into `model`.
-
-        Raises:
-            CheckpointFormatError: The checkpoint cannot be read or holds other tensors.
-        """
+        """Load the objective's weights from a checkpoint; under FSDP, transformers loads them into `model`."""
         checkpoint, tensors = Path(resume_from_checkpoint), dict[str, Tensor]()
         with reading(resume_from_checkpoint):
             if self.is_fsdp_enabled:
@@ -368,7 +364,6 @@ def estimate_run(
         rehearse: Returns the loss of a batch, given the indices of its conversations.
         trained: Module with the trained parameters; their gradients are cleared.
         lengths: Number of tokens of each conversation.
-        arguments: Training arguments of the run.
         num_done: Optimiser steps already done, if the run resumes.
     """
     batch = arguments.per_device_train_batch_size

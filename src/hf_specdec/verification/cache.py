@@ -349,9 +349,8 @@ def filled_layers(cache: Cache) -> dict[int, Any]:
 def seen_tokens(cache: Any) -> int:
     """Return the number of tokens in a transformers cache that a caller passes to `generate()`.
 
-    Raises:
-        UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
-            of classes that are not in `ADOPTED_LAYERS`, or with a filled layer of `WRITTEN_LAYERS`.
+    Refuses all but exact `DynamicCache` and `StaticCache` objects that are not offloaded, with layers of classes in
+    `ADOPTED_LAYERS`, or empty ones in `WRITTEN_LAYERS`.
     """
     if type(cache) not in (DynamicCache, StaticCache):
         raise UnsupportedGenerationError(
@@ -372,11 +371,7 @@ def seen_tokens(cache: Any) -> int:
 
 
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Check that a transformers cache matches the model's measured layout and the call's number of rows.
-
-    Raises:
-        UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
-    """
+    """Refuse a cache whose layers, rows, shapes, devices, lengths, or dtypes (unless under autocast) do not fit."""
 
     def refuse(reason: str, hint: str = "Pass a cache of this model.") -> None:
         raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)

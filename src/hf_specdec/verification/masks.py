@@ -155,11 +155,8 @@ def bucket_masks(
 ) -> dict[str, Tensor]:
     """Build bool masks `[B, 1, N, S]` by layer type over a fixed number of slots, without reading the device.
 
-    Args:
-        layout, ancestors, lengths: See `tree_masks`.
-        slots: `[N]` slots that the tree's nodes are written to.
-        valid: `[B, S]` bool, False at the prompt's padding.
-        left: `[B]` padding slots before each row's first token.
+    The nodes are written to `slots` `[N]`; `valid` `[B, S]` is False at the prompt's padding, of which `left` `[B]`
+    slots come before each row's first token. Further arguments as for `tree_masks`.
     """
     rows, num_slots = valid.shape
     indices = torch.arange(num_slots, device=lengths.device)

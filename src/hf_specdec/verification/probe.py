@@ -26,7 +26,7 @@ from hf_specdec.records import read_json
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
-from hf_specdec.verification.chains import ChainCache, ChainTarget
+from hf_specdec.verification.chain_target import ChainCache, ChainTarget
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
@@ -143,9 +143,9 @@ def why_chains_only(model: PreTrainedModel) -> str:
 
 _Tried = Mapping[str, Sequence[int]]
 
-TREE: _Tried = {"parents": (-1, 0, 0, 1), "path": (0, 2)}
+TRIED_TREE: _Tried = {"parents": (-1, 0, 0, 1), "path": (0, 2)}
 """Parents of the tree that is tried, and the path in it that the plain run has taken; node 1 must not be seen."""
-CHAIN: _Tried = {"parents": (-1, 0, 1, 2), "path": (0, 1, 2)}
+TRIED_CHAIN: _Tried = {"parents": (-1, 0, 1, 2), "path": (0, 1, 2)}
 """The same of the chain."""
 TEXTS = 3
 """Texts that decide in half precision if a first text shows rounding."""
@@ -268,7 +268,7 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
-                target = attempt(functools.partial(new_tree_target, packed), TREE)
+                target = attempt(functools.partial(new_tree_target, packed), TRIED_TREE)
                 assert isinstance(target.cache, TreeCache)
                 if not plain_attention.is_asked:
                     unpacked = unpacked or "its layers do not call transformers' attention function"
@@ -277,7 +277,7 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
                 reason = str(failure)
                 unpacked = unpacked or f"with another attention function, {reason}"
         try:
-            attempt(lambda: ChainTarget(model, ChainCache(config)), CHAIN)
+            attempt(lambda: ChainTarget(model, ChainCache(config)), TRIED_CHAIN)
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
@@ -295,7 +295,7 @@ def _probe(
 
     Args:
         target: The target to try.
-        tried: `TREE` or `CHAIN`; nodes that are not on the path get another token than the plain run's.
+        tried: `TRIED_TREE` or `TRIED_CHAIN`; nodes that are not on the path get another token than the plain run's.
         plain: The plain run.
         rounding, allowed: See `_compare`, for each token of the answer.
     """
@@ -382,12 +382,7 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers.
-
-    Raises:
-        DrafterMismatchError: The model has fewer layers.
-        UnsupportedModelError: No list of decoder layers is found, or the hooks capture other shapes, or nothing.
-    """
+    """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers."""
     if not layers:
         return
     tokens = torch.arange(2, device=execution_device(model))[None]

@@ -432,10 +432,6 @@ def split_attention(
         output, log_sum = kernel(queries, keys[row], values[row], row_mask, scale)
         outputs.append(output)
         sums.append(log_sum)
-    return merge_parts(torch.stack(outputs, 1), torch.stack(sums, 1))
-
-
-def merge_parts(outputs: Tensor, sums: Tensor) -> Tensor:
-    """Merge the outputs `[n, ..., Dv]` of n parts, weighted by their log-sum-exp `[n, ...]`, in float32."""
-    weights = sums.softmax(0)  # not NaN: every row sees a key in some part, so some sum is finite
-    return (outputs * weights[..., None]).sum(0).to(outputs.dtype)
+    weights = torch.stack(sums, 1).softmax(0)  # float32; not NaN: every row sees a key in some part
+    merged = (torch.stack(outputs, 1) * weights[..., None]).sum(0)
+    return merged.to(query.dtype)

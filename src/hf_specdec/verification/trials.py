@@ -143,10 +143,7 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> Tensor:
-    """Return ids `[count]` of text tokens, as far as possible without special tokens.
-
-    Special tokens (image, pad, ...) are those that the configuration names in fields such as `pad_token_id`.
-    """
+    """Return ids `[count]` of text tokens, as far as possible without those in fields such as `image_token_id`."""
     special: set[int] = set()
     for config in (model.config, text_config(model)):
         for name, value in vars(config).items():
@@ -233,10 +230,7 @@ def multiplies_exactly(device: torch.device) -> bool:
 
 
 def is_random(model: PreTrainedModel) -> bool:
-    """Return whether two forwards over the same tokens differ; False if one of them fails.
-
-    If it is random, this changes the state of the random number generators.
-    """
+    """Return whether two forwards over the same tokens differ (which draws random numbers); False if one fails."""
     tokens = torch.arange(13, device=execution_device(model))[None] % text_config(model).vocab_size
     try:
         first, second = (run_whole(model, tokens, torch.ones_like(tokens), tokens[:, :1])[0] for _ in range(2))

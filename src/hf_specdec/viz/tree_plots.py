@@ -235,9 +235,7 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, col
                   ha="center", va="center_baseline")  # fmt: skip
 
 
-def _legend(
-    row: TracedRow, sources: Sequence[str], colored: Mapping[str, str], colors: Colors
-) -> dict[str, Any]:  # fmt: skip
+def _legend(row: TracedRow, sources: Sequence[str], colored: Mapping[str, str], colors: Colors) -> dict[str, Any]:
     """Return the legend's handles by label; the boxes of root and accepted nodes look as in the tree."""
     from matplotlib import lines, patches
 

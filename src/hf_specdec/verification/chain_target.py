@@ -62,10 +62,14 @@ class ChainCache(DynamicCache):
             for layer in self._sliding:
                 layer.activate_past_recording()
         if whole or self.needs_replay:
-            self._snapshot = [
-                {name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
-                for layer in self.layers
-            ]
+            self._snapshot = [dict(vars(layer)) for layer in self.layers]
+            for state in self._snapshot:
+                for name, parts in state.items():
+                    if isinstance(parts, dict):
+                        copied = {
+                            key: part.clone() if isinstance(part, Tensor) else part for key, part in parts.items()
+                        }
+                        state[name] = copied
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything appended in every row: a prompt of `num_tokens`, and any virtual tokens before it."""
@@ -103,10 +107,6 @@ class ChainCache(DynamicCache):
         cache = DynamicCache(config=config)
         cache.layers = self.layers
         return cache
-
-
-def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
-    return {index: part.clone() if isinstance(part, Tensor) else part for index, part in states.items()}
 
 
 class ChainTarget(Target):
