@@ -61,10 +61,9 @@ class Verdict:
     reason: str = ""  # why not a tree
 
     @property
-    def row(self) -> str:
-        """Its row in the table."""
-        outcome = {"tree": "equal, trees", "chain": "equal, chains", "refused": "refused"}[self.outcome]
-        return f"| {self.name} | {outcome} | {self.reason} |"
+    def told(self) -> str:
+        """Its outcome, as in the table."""
+        return {"tree": "equal, trees", "chain": "equal, chains", "refused": "refused"}[self.outcome]
 
 
 def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,19 +144,32 @@ def page(verdicts: Sequence[Verdict], of_classes: Sequence[Verdict]) -> str:
     """Return the text of docs/models.md."""
     return "\n".join([
         INTRODUCTION.format(version=transformers.__version__), "## The causal-LM mapping", "",
-        *_table("architecture", verdicts),
-        CLASSES, *_table("class", of_classes),
+        *_table("architectures", verdicts),
+        CLASSES, *_table("classes", of_classes),
         "Not tested, because no tiny model of them can be built offline:", "",
         *(f"* {name}: {reason}" for name, reason in generative.NOT_BUILT.items()), "",
     ])  # fmt: skip
 
 
 def _table(head: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """One row per outcome and reason, the outcomes in order and their most frequent reasons first."""
     count = {kind: sum(v.outcome == kind for v in verdicts) for kind in ("tree", "chain", "refused")}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: list(count).index(verdict.outcome)):
+        groups.setdefault((verdict.told, verdict.reason), []).append(verdict.name)
+    order = list(dict.fromkeys(outcome for outcome, _ in groups))
+    rows = sorted(groups.items(), key=lambda group: (order.index(group[0][0]), -len(group[1])))
     return [
         f"**{count['tree']} equal with trees, {count['chain']} equal with chains, {count['refused']} refused.**", "",
-        f"| {head} | outcome | why no tree |", "|---|---|---|", *(v.row for v in verdicts), "",
+        f"| outcome | why no tree | {head} |", "|---|---|---|",
+        *(f"| {outcome} | {reason} | {', '.join(names)} |" for (outcome, reason), names in rows), "",
     ]  # fmt: skip
+
+
+def told() -> dict[str, str]:
+    """Outcomes in the page, by architecture or class."""
+    rows = [line.removesuffix(" |").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    return {name: row[0].removeprefix("| ") for row in rows for name in row[2].split(", ") if row[0] != "| outcome"}
 
 
 def _walk(names: Sequence[str], judge: Callable[[str], Verdict], failed: list[str]) -> list[Verdict]:
@@ -165,7 +177,7 @@ def _walk(names: Sequence[str], judge: Callable[[str], Verdict], failed: list[st
     for name in names:
         try:
             verdicts.append(judge(name))
-            print(verdicts[-1].row, flush=True)
+            print(verdicts[-1].name, verdicts[-1].told, verdicts[-1].reason, sep=" | ", flush=True)
         except Exception as error:
             failed.append(name)
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)

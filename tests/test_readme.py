@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import pydoc
 import re
 import shutil
 import subprocess
@@ -21,6 +22,9 @@ from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+ELSEWHERE = ("medusa/model/", "custom_generate/")
+"""Folders of other repositories."""
 
 
 @pytest.mark.slow
@@ -85,14 +89,37 @@ def test_the_package_page_has_whole_links() -> None:
     assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
-def test_links_and_files_exist() -> None:
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        text = page.read_text()
-        for link in re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r' (?:src|srcset)="([^"]+)"', text):
-            assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page, as mkdocs and GitHub make them of its headings, and of its entries of the reference."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = (re.sub(r"[^\w\s-]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"\s+", "-", line.strip()) for line in headings} | set(
+        re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for picture in re.findall(r' (?:src|srcset)="([^"]+)"', text):
+        assert (page.parent / picture).exists(), picture
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        if not link.startswith("https://"):
+            linked = page.parent / link if link else page
+            assert linked.exists(), link
+            assert not anchor or linked.suffix != ".md" or anchor in anchors(linked), (link, anchor)
+    for name in re.findall(r"`([\w/]+/\w+\.(?:py|sh|md))`", text):
+        if not name.startswith(ELSEWHERE):
+            assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "hf_specdec")), name
+    for name in re.findall(r"`(hf_specdec(?:\.\w+)+)`", text):
+        assert pydoc.locate(name) is not None, name
+
+
+def test_the_packages_of_the_architecture_exist() -> None:
     house = (ROOT / "docs" / "architecture.md").read_text()
-    for name in re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| package |") :]):
-        assert (ROOT / "src" / "hf_specdec" / name).exists(), name
+    names = re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| package |") :])
+    assert len(names) > 15
+    assert [name for name in names if not (ROOT / "src" / "hf_specdec" / name).exists()] == []
 
 
 def test_the_commits_of_the_results_exist() -> None:

@@ -56,9 +56,7 @@ def test_block_heads() -> None:
             cells = ["EAGLE-3" if row["method"] == "eagle" else "**block head**", str(row["nodes"]),
                      "eager" if row["compile"] == "none" else row["compile"]]  # fmt: skip
             cells += [f"{row['tau'][category]:.2f}" for category in categories]
-            line = f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |"
-            assert line in PAGE
-            assert line in BLOCK_HEAD
+            assert f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |" in BLOCK_HEAD
     shares = [
         found["block"][what] / found["eagle"][what]
         for what in ("milliseconds", "tau_all")
@@ -81,9 +79,8 @@ def test_block_heads() -> None:
             means = [summary[method + suffix, category]["speed_up_mean"] for category in CATEGORIES]
             overall = summary[method + suffix, "all"]
             cells = [f"{mean:.2f}x" for mean in (*means, fmean(means), overall["speed_up_worst"])]
-            line = f"| {name} | {forwards} | {' | '.join(cells)} | {overall['tau']:.2f} |"
-            assert line in PAGE
-            assert line in BLOCK_HEAD
+            for page, shown in ((BLOCK_HEAD, cells), (PAGE, cells[-2:])):
+                assert f"| {name} | {forwards} | {' | '.join(shown)} | {overall['tau']:.2f} |" in page
     speed = {name: fmean(summary[name, category]["speed_up_mean"] for category in CATEGORIES) for name, _ in summary}
     ratios = [
         speed[f"before: {method}{suffix}"] / speed[f"{method}{suffix}"]
