@@ -83,7 +83,7 @@ def timed(
     """
     from hf_specdec import bench
     from hf_specdec.generation.state import state_of
-    from hf_specdec.verification.graph_forward import GraphForward
+    from hf_specdec.verification.captured import GraphForward
 
     found: list[Any] = []
     begin = 0.0

@@ -10,7 +10,7 @@ import torch
 import drafters
 from graphs_on_simulated_device import CAPTURED, attached, device, generate, plain_llama  # noqa: F401
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.features import FeatureSession
+from hf_specdec.drafters.feature_session import FeatureSession
 from simulated_device import reads
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {

@@ -28,7 +28,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import QueryStats, Width
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.features import FeatureSession
+from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation.state import current_costs

@@ -44,13 +44,13 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 1005, "checkpoints": 3144, "cli": 2571, "control": 1167, "cpu": 1373,
+    "acceptance": 1084, "bench": 1005, "checkpoints": 3139, "cli": 2571, "control": 1167, "cpu": 1373,
     "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 386, "training": 4406, "trees": 699,
-    "verification": 4747, "viz": 1026,
+    "verification": 4736, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1406
-MAX_CLOSURE = 2379
+MAX_LINES_AT_THE_TOP = 1402
+MAX_CLOSURE = 2375
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 
 

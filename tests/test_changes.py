@@ -235,7 +235,7 @@ def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.Monkey
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
     monkeypatch.setattr(call, "ANSWER_SLOTS", 10)
     monkeypatch.setattr("hf_specdec.verification.memory.CAPACITY_TIER", 4)
-    monkeypatch.setattr("hf_specdec.drafters.features.RESERVED_SLOTS", 3)
+    monkeypatch.setattr("hf_specdec.drafters.feature_session.RESERVED_SLOTS", 3)
     monkeypatch.setattr("hf_specdec.acceptance.transcript.RESERVED_TOKENS", 5)
     model.add_drafter(EagleDrafter(random_head(model)))
     mask = torch.ones(3, 20, dtype=torch.long)

@@ -237,7 +237,7 @@ generate w5 --temperature x | '--temperature': must be a number, got x.
 generate w5 --temperature inf | finite
 generate w5 --temperature 1e-300 | must be 0 (greedy) or from 0.00001 to
 generate w5 --dtype int4 | '--dtype': 'int4' is not one of
-generate w5 --model NONE --num-draft-tokens 5000 | must be an integer from 1 to 4096
+generate w5 --model NONE --num-draft-tokens 5000 | must be at most 4096
 generate w5 --model NONE --top-k 5 | --top-k has no effect without sampling. Add --temp
 generate w5 --model NONE --method plain --num-steps 2 | --num-steps has no effect with --method plain
 generate w5 --colors --json | --colors cannot be combined with --json. Drop one of them.

@@ -331,7 +331,7 @@ def test_it_is_probed_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch)
 
 def test_copied_pickled_and_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model takes its assistant along; an assistant may be speculative itself; caches move as texts grow."""
-    monkeypatch.setattr(draft_model, "SPARE_SLOTS", 3)
+    monkeypatch.setattr(draft_model, "READER_SLOTS", 3)
     # not the shared model: hooks of transformers, which outputs of other tests leave on it, cannot be pickled
     model = SpeculativeGenerationMixin.attach(noisy("llama", noise=0.0))
     drafter = model.add_drafter(DraftModelDrafter(SpeculativeGenerationMixin.attach(noisy("gemma3_text"))))

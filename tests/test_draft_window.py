@@ -27,7 +27,7 @@ from hf_specdec import (
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter, grow_block
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.features import FeatureSession, first_positions
+from hf_specdec.drafters.feature_session import FeatureSession, first_positions
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter

@@ -14,7 +14,7 @@ import layer_mtp
 from drafters import random_head, random_module
 from hf_specdec import HeadTensorsError, SpeculativeGenerationMixin
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.heads.base import bind_head
+from hf_specdec.heads.head import bind_head
 from layer_mtp import loaded
 from test_eagle import IDS, MASK, Recorder, paths_of, slow_dynamic_tree
 

@@ -90,7 +90,7 @@ def _hidden(heads: MedusaHeads, head: int, feature: torch.Tensor) -> torch.Tenso
         (random_block, {"block_size": 4}, 9),
         (random_block, {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "gated"}, 9),
     ],
-    ids=str,
+    ids=["EAGLE", "EAGLE-3", "block", "block with a Markov head"],
 )
 def test_a_searched_tree_is_accepted_as_predicted(
     sure_llama: Any, make: Any, fields: dict[str, Any], size: int, tmp_path: Path

@@ -63,22 +63,18 @@ def existing_path(
 ) -> Path | None:
     """Return the path that a name of data, a head or a model refers to; None if it may be a name on the Hub.
 
-    Args:
-        source: The name.
-        what: What it names, as the beginning of the error message.
-        hint: What to give instead.
-        error: Class of the error to raise.
-
-    Raises:
-        SpeculativeDecodingError: Nothing exists there, and the name cannot be one on the Hub, because it is a path in
-            another directory, or a file of data by its suffix; of class `error`.
+    Refuses, with `error` and `hint`, a name at which nothing exists and which cannot be one on the Hub: a path in
+    another directory, or a file of data by its suffix. The message begins with `what`, such as "The head".
     """
     path = checked_path(source, error)
     if path.exists():
         return path
     text = str(source)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
-        raise error(f"{what} {text!r} does not exist.".lstrip(), hint)
+        missing = (
+            f"{what} {text!r} cannot be loaded: there is no such directory." if what else f"{text!r} does not exist."
+        )
+        raise error(missing, hint)
     return None
 
 

@@ -19,8 +19,8 @@ from hf_specdec.checkpoints.formats import LAYOUTS, Head
 from hf_specdec.checkpoints.layout import Layout
 from hf_specdec.checkpoints.sources import check_new_head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.card import CARD_NAME, export_card
+from hf_specdec.heads.head import NATIVE_LAYOUT
 from hf_specdec.records import checked_path
 
 logger = logging.getLogger(__name__)

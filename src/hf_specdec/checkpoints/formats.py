@@ -14,14 +14,14 @@ from hf_specdec.checkpoints.block_layouts import BLOCK_LAYOUTS
 from hf_specdec.checkpoints.draft_layers import VERIFIER
 from hf_specdec.checkpoints.eagle_layouts import EAGLE_LAYOUTS, ambiguity_of, with_tied_lm_head
 from hf_specdec.checkpoints.files import TensorFiles
-from hf_specdec.checkpoints.layout import Layout, Names, as_stored, lookup, read_by
+from hf_specdec.checkpoints.layout import Layout, Names, lookup, read_by
 from hf_specdec.checkpoints.medusa_layouts import MEDUSA_LAYOUTS, WHOLE_MODELS
 from hf_specdec.checkpoints.mtp_layouts import MTP_LAYOUTS
 from hf_specdec.errors import CheckpointFormatError, listed
-from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.head import NATIVE_LAYOUT
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
@@ -40,7 +40,7 @@ _NATIVE = tuple(
         writers="hf-specdec",
         marks={"model_type": head.config_class.model_type},
         unread=(),
-        complete=with_tied_lm_head if head is Eagle3Head else as_stored,
+        complete=with_tied_lm_head if head is Eagle3Head else None,
     )
     for head in HEADS
 )

@@ -46,11 +46,6 @@ ROTARY_BUFFER = r"(.*\.)?rotary_emb\.inv_freq"
 """A buffer that old versions of transformers saved; it is computed from the config."""
 
 
-def as_stored(fields: Fields, tensors: Tensors) -> Tensors:
-    """Return the tensors of a layout that leaves none implicit."""
-    return tensors
-
-
 def own_tensors(head: Any) -> Tensors:
     """Return the head's tensors by our names."""
     return dict(head.state_dict())
@@ -78,7 +73,7 @@ class Layout:
     expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value
     aliases: tuple[tuple[str, str], ...] = ()  # regular expression of a start: ours; the first that matches is used
     unread: tuple[str, ...] = (ROTARY_BUFFER,)  # regular expressions of tensors that are not loaded
-    complete: Callable[[Fields, Tensors], Tensors] = as_stored  # adds tensors that are left implicit, also on meta
+    complete: Callable[[Fields, Tensors], Tensors] | None = None  # adds tensors that are left implicit, also on meta
     layer_config: str = ""  # path of the draft layer's config; "" is the top level
     of_verifier: bool = False  # the layer config is that of the whole target; its first layer type is used
     layer_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of layer ids, with their possible offsets
@@ -140,7 +135,7 @@ def read_by(layout: Layout, fields: Fields, files: TensorFiles, where: str) -> A
     file_names, unread = _names_of(layout, files.shapes, where)
     head = assembled(
         lambda shapes: _empty_head(layout, fields, shapes), file_names, files, f"{where} (layout {layout.name})",
-        lambda tensors: layout.complete(fields, tensors),
+        lambda tensors: tensors if layout.complete is None else layout.complete(fields, tensors),
         next((name for name in unread if name.endswith("t2d")), None),
     )  # fmt: skip
     head.layout = layout.name

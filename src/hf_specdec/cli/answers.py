@@ -20,7 +20,7 @@ from hf_specdec.drafters.registry import method_named
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.generation.loading import default_head, encode_chat, load_model
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.reporting.stats import shown_tau
 from hf_specdec.viz.text import colored_text
 

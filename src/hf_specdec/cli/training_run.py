@@ -24,11 +24,11 @@ from hf_specdec.cli.parameters import TrainOptions
 from hf_specdec.cli.status import working
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError, listed
 from hf_specdec.generation.loading import load_config, load_target, load_tokenizer
-from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from hf_specdec.heads.head import portable_name
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.training.feature_store import check_features_folder
 from hf_specdec.training.objectives import check_full_attention

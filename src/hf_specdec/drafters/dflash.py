@@ -23,7 +23,7 @@ from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
 from hf_specdec.cpu.operations import can_search
 from hf_specdec.drafters.base import HOW_TO_LOAD
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
-from hf_specdec.drafters.features import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
+from hf_specdec.drafters.feature_session import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.dflash import DFlashHead, block_masks

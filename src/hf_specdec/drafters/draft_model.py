@@ -34,7 +34,7 @@ from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.trials import drops_cache, first_inputs
 
-SPARE_SLOTS = 512
+READER_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""
 MAX_PADDING_ROWS = 1024
 """Rows by which an assistant's embedding may be smaller than the target's vocabulary if no tokenizers are given.
@@ -218,7 +218,7 @@ class DraftModelSession(DraftSession):
         prompts = [(ids[rows], mask[rows]) for rows in self._rows]
         if translation is not None:
             prompts = [translation.prompts(*prompt) for prompt in prompts]
-        self._readers = [AssistantReader(facts.new_target(assistant, 0, SPARE_SLOTS), *prompt) for prompt in prompts]
+        self._readers = [AssistantReader(facts.new_target(assistant, 0, READER_SLOTS), *prompt) for prompt in prompts]
         self._longest = max(ids.shape[1] for ids, _ in prompts)  # upper bound of the number of tokens in a row
         self._read(context.roots[:, None], None)
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)

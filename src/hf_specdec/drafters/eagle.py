@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
-from hf_specdec.drafters.features import (
+from hf_specdec.drafters.feature_session import (
     DraftGraphs,
     DraftPlan,
     Entries,
@@ -29,10 +29,10 @@ from hf_specdec.drafters.features import (
 )
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.heads.base import EagleFamilyHead, bind_head
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.head import EagleFamilyHead, bind_head
 from hf_specdec.heads.stages import Stages, stages_of, traced_stages
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored

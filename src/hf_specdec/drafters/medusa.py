@@ -21,7 +21,7 @@ from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import bind_head
+from hf_specdec.heads.head import bind_head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, choice_parents, choices_budget, choices_within

@@ -18,7 +18,7 @@ from hf_specdec.checkpoints.mtp_layouts import drops_mtp, target_mtp
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter, LayerFunctions
-from hf_specdec.drafters.features import Entries, FeatureSession, LayerLimits, committed_for, first_positions
+from hf_specdec.drafters.feature_session import Entries, FeatureSession, LayerLimits, committed_for, first_positions
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead

@@ -20,7 +20,7 @@ from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.registry import check_drafter_name, drafter_of, methods
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, listed, translated
 from hf_specdec.generation.reading_trial import choose_reading
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.heads.readings import checked_reading
 from hf_specdec.heads.schema import MAX_POSITIONS, MAX_WIDTH
 from hf_specdec.records import Fields, shortened

@@ -28,7 +28,7 @@ from hf_specdec.checkpoints.sources import (
 from hf_specdec.errors import CheckpointFormatError, first_sentence, translated
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.generation.packaged import HUB_ID, INSTALL, PACKAGE, SHIPPED_HEAD
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.records import read_json
 from hf_specdec.transformers_private import set_model_name
 

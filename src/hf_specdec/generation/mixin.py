@@ -23,7 +23,7 @@ from hf_specdec.generation.head_loading import head_drafter
 from hf_specdec.generation.hooks import STORED_DEFAULT, GenerationHooks, extends, swap_in, swap_out
 from hf_specdec.generation.model_programs import release_programs
 from hf_specdec.generation.state import SWAP, add_drafter, answer_history, state_of
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.transformers_private import is_derived, set_derived
 from hf_specdec.validation import check_type

@@ -14,7 +14,7 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
-from hf_specdec.verification.captured_greedy import CapturedGreedy
+from hf_specdec.verification.captured import CapturedGreedy
 from hf_specdec.verification.compiling import make_runner
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, first_sentence
 from hf_specdec.heads.attention import AlignedAttention
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.heads.readings import Reading
 from hf_specdec.records import read_json
 from hf_specdec.transformers_private import model_name

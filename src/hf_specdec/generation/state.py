@@ -24,7 +24,7 @@ from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.drafters.registry import check_drafter_name
 from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.verification.captured_greedy import CapturedGreedy
+from hf_specdec.verification.captured import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, num_embedded_tokens
@@ -52,7 +52,7 @@ SWAP = threading.Lock()
 
 ModelState = tuple[Fingerprint, WeightsVersion]
 CostsKey = tuple[Fingerprint, int, str]
-"""Model, batch size and execution mode, which have costs of their own."""
+"""Model, batch size and execution mode; each combination has its own costs."""
 
 
 class KeptProgram(NamedTuple):

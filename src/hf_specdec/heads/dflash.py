@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
-from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.embedding import EmbeddingSharing
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import DFLASH

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
+from hf_specdec.heads.head import CheckedConfig, EagleFamilyHead, portable_name
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, checked
 from hf_specdec.transformers_private import model_name

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.heads.readings import Reading
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE3

@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpLayer
 
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError
 from hf_specdec.heads.attention import Attend
-from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.transformers_private import set_attention_name
 from hf_specdec.verification.model import CACHE_FIELD
 

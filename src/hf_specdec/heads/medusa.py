@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
+from hf_specdec.heads.head import CheckedConfig, DraftHead, portable_name
 from hf_specdec.heads.schema import MEDUSA, checked
 from hf_specdec.transformers_private import model_name
 from hf_specdec.validation import Rule, check_known

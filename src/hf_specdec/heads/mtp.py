@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, attend_causally
-from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer, check_single_layer
+from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import MTP
 from hf_specdec.validation import Rule

@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.heads.attention import Attend, attend_over
-from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.verification.programs import CaptureError, make_program
 
 EXAMPLE_SHAPE = (2, 7)

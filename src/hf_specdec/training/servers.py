@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError, listed
-from hf_specdec.heads.base import portable_name
+from hf_specdec.heads.head import portable_name
 from hf_specdec.training.teachers import Teacher, seed_of
 from hf_specdec.validation import is_integer
 

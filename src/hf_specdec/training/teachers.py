@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.heads.base import portable_name
+from hf_specdec.heads.head import portable_name
 from hf_specdec.transformers_private import model_name
 
 SAMPLED_WEIGHTS = 4096

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.control.costs import draft_seconds, time_forwards
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.head import DraftHead
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.block_objective import DFlashObjective, DFlashTrainingConfig
 from hf_specdec.training.data import check_tokens

@@ -12,8 +12,8 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import ExecutionMode
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.captured import GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.graph_forward import GraphForward
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError

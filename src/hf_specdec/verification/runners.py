@@ -1,4 +1,4 @@
-"""Runners of the verify forward: the model itself, or a compiled forward; `graph_forward.py` captures either.
+"""Runners of the verify forward: the model itself, or a compiled forward; `captured.py` captures either.
 
 A compiled forward is traced once, for any batch size and number of nodes, see `programs.py`. Attention remains one
 custom operation that appends to the cache and attends to exactly the slots written so far, so lengths are neither

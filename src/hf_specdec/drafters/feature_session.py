@@ -111,7 +111,7 @@ class DraftPlan:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What distinguishes the graphs of plans."""
+        """Plans with equal keys share a graph."""
         return self.shape.choices if isinstance(self.shape, StaticLevels) else self.shape, self.num_entries
 
     @property
@@ -150,7 +150,7 @@ class HeadFunctions(ABC):
         """Append the entries of accepted tokens; return the head's features `[B, 1, D]` of each row's last one.
 
         Args:
-            slots: Where they are appended.
+            slots: The slots that they are appended to.
             features: `[B, T, layers * D]` the target's features.
             tokens: `[B, T]` the token after each.
             valid: `[B, T]` bool, False where a row has no entry.
@@ -423,7 +423,7 @@ class FeatureSession(LaunchingSession):
         return Bucket(self._cache, min(bucket_of(end), self._cache.capacity))
 
     def _committed(self, bucket: Bucket) -> Sequence[Input]:
-        """Return the inputs for `_lengths_and_padding`; the padding seldom changes."""
+        """Return the inputs for `_lengths_and_padding`; the padding rarely changes."""
         padding, constants = self._constants
         if constants is None or padding is not self._padding:
             lengths, given = self._lengths, self._padding
