@@ -65,7 +65,7 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
 
 
 def find_layout(fields: Fields, names: Names, where: str) -> Layout:
-    """Return the layout of a checkpoint, given its config, the names of its tensors and its name for error messages."""
+    """Return the layout of a checkpoint, given its config, its tensors' names and its name for error messages."""
     known = f"Supported layouts: {', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))}."
     kind = _unsupported(fields, names)
     if kind is not None:

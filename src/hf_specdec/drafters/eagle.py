@@ -272,7 +272,7 @@ class EagleDrafter(LayerDrafter):
 
 
 def bind_sharing_head(head: EagleFamilyHead | DFlashHead, model: PreTrainedModel) -> Needs:
-    """Check, move and cast a head as `bind_head` does, drop its embedding if it equals the model's; return its needs."""
+    """Do the same as `bind_head`; drop the head's embedding if it equals the model's, and return its needs."""
     bind_head(head, model)
     head.share_embedding(model)
     size = head.config.hidden_size

@@ -172,7 +172,7 @@ def check_drafter_name(name: str, own: Collection[str]) -> None:
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """Resolve an alias to its method; return the name of a method, a registered drafter, `"auto"` or `"hybrid"` as is."""
+    """Resolve an alias to its method; return other names (of methods, drafters, `"auto"`, `"hybrid"`) as they are."""
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
     method = aliases.get(name, name)
