@@ -173,9 +173,6 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     h_i = r_i / (r_i + 1 - w_i), but h_i = w_i at the last node. Nodes up to the largest i with u_i < h_i are kept (the
     root always), u_i uniform in [0, 1). The token after them is drawn from the normalised max(w_i p - q, 0), or from p
     after the last node.
-
-    Raises:
-        UnsupportedGenerationError: The tree branches, or has drafted nodes but no `draft_probs`.
     """
     host = HostTree(tree)
     widths = [len(children) for row in host.children for children in row.values()]  # empty in a plain step

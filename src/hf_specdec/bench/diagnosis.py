@@ -80,10 +80,6 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
         tokenizer: Its tokenizer.
         methods: Method names, as for `measure`; plain decoding is always measured.
         max_new_tokens: Length limit of each answer.
-
-    Raises:
-        UnsupportedModelError: The model can verify neither trees nor chains.
-        InvalidConfigError: See `measure`.
     """
     facts = current_facts(model)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))

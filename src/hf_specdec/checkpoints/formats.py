@@ -54,10 +54,6 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
 
     The head is on the CPU, in eval mode and in the smallest dtype that represents all tensors. `layout` is set, and
     `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
-
-    Raises:
-        CheckpointFormatError: The layout is unknown, the config is invalid, or tensors have invalid dtypes or values.
-        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
     """
     layout = find_layout(fields, frozenset(files.shapes), where)
     head: Head = read_by(layout, fields, files, where)
@@ -69,11 +65,7 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
 
 
 def find_layout(fields: Fields, names: Names, where: str) -> Layout:
-    """Return the layout of a checkpoint, given its config, the names of its tensors and its name for error messages.
-
-    Raises:
-        CheckpointFormatError: The layout is unknown, or its heads are not supported.
-    """
+    """Return the layout of a checkpoint, given its config, its tensors' names and its name for error messages."""
     known = f"Supported layouts: {', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))}."
     kind = _unsupported(fields, names)
     if kind is not None:

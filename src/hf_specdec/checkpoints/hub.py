@@ -121,11 +121,7 @@ def head_in(
 
 
 def checkpoint_in(source: Folder) -> Checkpoint:
-    """Find the files of a head or assistant, and read everything but the values of the weights.
-
-    Raises:
-        CheckpointFormatError: A file does not exist or is broken, the head is quantised, or saving it was interrupted.
-    """
+    """Find the files of a head or assistant, and read everything but the values of the weights."""
     fields = source.fields
     quantised = source.find(QUANTISATION_NAME)
     if quantised is not None and lookup(
@@ -170,10 +166,6 @@ def check_target_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
 
     Source: the export of `eagle_base_lora` in ModelOpt (`modelopt/torch/export/plugins/hf_spec_export.py`), in peft's
     format.
-
-    Raises:
-        DrafterMismatchError: The adapter is not loaded, not active or merged, or another one is loaded.
-        CheckpointFormatError: The adapter's file is broken or has no tensors.
     """
     stored = TensorFiles([adapter.weights])
     names = sorted(stored.shapes)
@@ -256,9 +248,6 @@ def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: A
         repo_or_path: A local directory or a Hub id.
         subfolder: Subfolder of the directory or repository.
         **download: Arguments of `huggingface_hub.hf_hub_download`: `revision`, `token`, ...
-
-    Raises:
-        CheckpointFormatError: The head cannot be loaded; a `HeadTensorsError` if its tensors do not fit its config.
     """
     checkpoint = checkpoint_in(open_source(repo_or_path, subfolder, download))
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
@@ -320,10 +309,6 @@ def find_heads(target: str) -> list[PublishedHead]:
 
     Returns:
         Heads, those with the most downloads first.
-
-    Raises:
-        InvalidConfigError: `target` is not a Hub id.
-        CheckpointFormatError: The Hub cannot be reached.
     """
     with translated(InvalidConfigError, f"{target!r} is not a Hub id", "Give the model's id, such as org/name."):
         validate_repo_id(target)

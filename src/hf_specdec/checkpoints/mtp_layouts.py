@@ -146,15 +146,7 @@ def drops_mtp(model: PreTrainedModel) -> bool:
 
 @persistent_tensors()
 def target_mtp(model: PreTrainedModel) -> LayerMtpHead:
-    """Return the MTP module in a target's checkpoint: a local directory, or a repository (cached or downloaded).
-
-    Raises:
-        DrafterMismatchError: The model was not loaded from a checkpoint, or its checkpoint has no safetensors, no MTP
-            module, or lacks a file.
-        UnsupportedModelError: The checkpoint has several modules.
-        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
-        CheckpointFormatError: The config is invalid, a file is broken, or tensors have invalid dtypes or values.
-    """
+    """Return the MTP module in a target's checkpoint: a local directory, or a repository (cached or downloaded)."""
     name, where = model_name(model.config), type(model).__name__
     if not name:
         raise DrafterMismatchError(

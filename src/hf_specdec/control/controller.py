@@ -67,9 +67,6 @@ class TierController:
     Args:
         config: The depths, and when to switch.
         limits: The drafter's largest tree; deeper candidates are ignored.
-
-    Raises:
-        InvalidConfigError: All candidates are deeper than the limits.
     """
 
     step_costs: StepCostFunction | None = None

@@ -69,10 +69,6 @@ def grow_corrected(
         hot: `[Vd]` target ids of the draft vocabulary; None if it is the target's.
         sizes: Most nodes with the root, most levels (at most D), and children per node (at most Vd).
         least: See `Budget.min_level_probability`.
-
-    Raises:
-        IndexError: A root, or a token of `hot`, is not in the vocabulary.
-        ValueError: More levels than D, or more children than Vd.
     """
     (batch_size, depths, size), (nodes, steps, width) = logits.shape, sizes
     if steps > depths or width > size:

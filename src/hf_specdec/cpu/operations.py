@@ -69,9 +69,6 @@ def functions_for(dtype: torch.dtype) -> SimpleNamespace:
     """Return the library's functions in `_ARGUMENTS` for a dtype in `DTYPES`.
 
     They raise `MemoryError` if there is not enough memory, or `CacheCapacityError` if that is for attention.
-
-    Raises:
-        NoKernelsError: This machine cannot use the kernels.
     """
     library, found = load_library()[1], {}
     for name, types in _ARGUMENTS.items():

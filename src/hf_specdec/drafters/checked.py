@@ -57,12 +57,7 @@ def is_third_party(drafter: object) -> bool:
 
 
 def check_drafter(drafter: Any) -> None:
-    """Check that an object is a drafter, and the attributes of a third-party drafter.
-
-    Raises:
-        DrafterMismatchError: It is not a drafter, or a third-party drafter that is not hashable or has an invalid
-            `method`, `parts`, `accepts` or `needs`.
-    """
+    """Check that an object is a drafter, and the attributes of a third-party drafter."""
     if not isinstance(drafter, Drafter):
         is_class = isinstance(drafter, type)
         raise DrafterMismatchError(
@@ -101,11 +96,6 @@ def checked_limits(drafter: Drafter, config: SpeculativeConfig, part: str | None
         drafter: The drafter.
         config: The configuration of the call.
         part: Name of the drafter if it is merged with others, for error messages.
-
-    Raises:
-        DrafterMismatchError: `check_drafter` fails, or a third-party drafter's limits are not a valid `Budget`, or
-            they raise, if it is merged, an exception that is not one of this package.
-        InvalidConfigError: A field does not apply to the drafter, or it rejects the configuration.
     """
     check_drafter(drafter)
     for name in TREE_FIELDS:
@@ -139,10 +129,6 @@ def start_session(
     Args:
         drafter, part: See `checked_limits`.
         target, context, config: See `Drafter.start`.
-
-    Raises:
-        DrafterMismatchError: `start` does not return a session, or `start` of a merged third-party drafter raises an
-            exception that is not one of this package.
     """
     if not is_third_party(drafter):
         return drafter.start(target, context, config)
@@ -332,9 +318,6 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
 
     Returns:
         The share of steps in which the first token is accepted, 0.0 without any step.
-
-    Raises:
-        InvalidConfigError: The drafter rejects this tree.
     """
     drafted = accepted = 0
     for prompt in _sampled_prompts(model) if prompts is None else prompts:

@@ -86,10 +86,6 @@ class LayerDrafter(Drafter):
         """Return the largest tree for this config; fields that are None come from the head's config or the defaults.
 
         A static tree determines all sizes; `top_k` of the config is then ignored.
-
-        Raises:
-            InvalidConfigError: The static tree is invalid or contradicts `num_draft_tokens` or `num_steps`, or `top_k`
-                exceeds the draft vocabulary.
         """
         defaults = self.head.config
         tree = config.tree or defaults.tree
@@ -276,12 +272,7 @@ class EagleDrafter(LayerDrafter):
 
 
 def bind_sharing_head(head: EagleFamilyHead | DFlashHead, model: PreTrainedModel) -> Needs:
-    """Check, move and cast a head as `bind_head` does, drop its embedding if it equals the model's; return its needs.
-
-    Raises:
-        DrafterMismatchError: See `bind_head`; or the embedding sizes differ, or the head needs the target's embedding
-            as lm_head and this is offloaded.
-    """
+    """Do the same as `bind_head`; drop the head's embedding if it equals the model's, and return its needs."""
     bind_head(head, model)
     head.share_embedding(model)
     size = head.config.hidden_size

@@ -230,9 +230,6 @@ class FeatureSession(LaunchingSession):
         graphs: The functions as graphs, or None.
         context: The prompt; must include the target's features.
         limits: The largest tree.
-
-    Raises:
-        ValueError: The context has no features.
     """
 
     def __init__(

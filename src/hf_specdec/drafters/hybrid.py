@@ -170,14 +170,6 @@ def choose_drafter(
         made: Drafters made earlier for methods without a head, by method; new ones are added.
         learned: Statistics of merged drafting with the model.
         history: Drafter of earlier answers, merged with the others; None if the config uses no history.
-
-    Raises:
-        InvalidConfigError: A name is unknown, `methods` names a drafter that already merges others, or `history` is
-            given for a single drafter.
-        DrafterMismatchError: The method needs a head or another part, and none is loaded; or the model's own modules
-            that it needs do not exist.
-        UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
-        CheckpointFormatError: These modules cannot be read from the model's checkpoint.
     """
     by_method: dict[str, Drafter] = {}
     for drafter in registered.values():

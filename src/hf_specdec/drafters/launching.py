@@ -74,11 +74,7 @@ class LaunchingSession(DraftSession):
 
 
 def features_of(step: Step) -> Features:
-    """Return the features of a step's nodes.
-
-    Raises:
-        ValueError: There are none, because the drafter's `needs` include no features.
-    """
+    """Return the features of a step's nodes."""
     if step.verification.features is None:
         raise ValueError("This session needs the target's features in every step, got none.")
     return step.verification.features

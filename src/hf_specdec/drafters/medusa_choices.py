@@ -70,9 +70,6 @@ PAPER_TREES = tuple(_TREES)
 def paper_tree(name: str) -> list[Choice]:
     """Return a published tree as paths of ranks, most useful first.
 
-    Raises:
-        InvalidConfigError: The name is unknown.
-
     Example: `paper_tree("zephyr_stage2")[:3]` is `[(0,), (0, 0), (1,)]`.
     """
     if name not in _TREES:

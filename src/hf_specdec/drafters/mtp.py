@@ -74,9 +74,6 @@ class NativeMtpDrafter(LayerDrafter):
 
     Args:
         model: The target, of which only the config is read until `bind`.
-
-    Raises:
-        DrafterMismatchError, UnsupportedModelError: See `MtpDrafter.native`.
     """
 
     method = "mtp"
@@ -90,13 +87,7 @@ class NativeMtpDrafter(LayerDrafter):
         return f"NativeMtpDrafter({self.head.config.num_layers} of {self.head.where})"
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Load the modules in the first call; move them to the lm_head's device and cast them to the model's dtype.
-
-        Raises:
-            DrafterMismatchError: `model` has another name or config than the constructor's model, has no lm_head, or
-                its modules cannot be loaded.
-            UnsupportedModelError: See `MtpDrafter.native`.
-        """
+        """Load the modules in the first call; move them to the lm_head's device and cast them to the model's dtype."""
         self.head.bind(model)
         self.needs = Needs(feature_layers=self.head.feature_layers, token_ids=True)
 
@@ -105,12 +96,7 @@ class NativeMtpDrafter(LayerDrafter):
         return None if config.draft_window is None else Window(max(config.draft_window, self.head.config.num_layers))
 
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
-        """See `LayerDrafter.tree_limits`.
-
-        Raises:
-            InvalidConfigError: As there; or there are several modules, and `top_k` is above 1 or `num_steps` above
-                their number.
-        """
+        """See `LayerDrafter.tree_limits`."""
         limits, count = super().tree_limits(config), self.head.config.num_layers
         budget = limits.budget
         if count > 1 and (budget.top_k > 1 or budget.num_steps > count):

@@ -133,11 +133,7 @@ def _taken(name: str) -> InvalidConfigError:
 
 
 def methods() -> Mapping[str, Method]:
-    """Return every method by name, including those that installed packages add.
-
-    Raises:
-        InvalidConfigError: An entry point is not a `Method`, or its names or heads belong to another method.
-    """
+    """Return every method by name, including those that installed packages add."""
     _import_own_methods()
     _load_entry_points()
     return dict(_METHODS)
@@ -168,9 +164,6 @@ def check_drafter_name(name: str, own: Collection[str]) -> None:
     Args:
         name: The name in `speculative=` that the drafter is to get.
         own: Names of the methods that the drafter may belong to: it may have their names and aliases.
-
-    Raises:
-        InvalidConfigError: The name is `"auto"`, or the name or alias of another method.
     """
     rows = methods()
     method = next((row.name for row in rows.values() if name in row.aliases), name)
@@ -179,11 +172,7 @@ def check_drafter_name(name: str, own: Collection[str]) -> None:
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """Resolve an alias to its method; return the name of a method, a registered drafter, `"auto"` or `"hybrid"` as is.
-
-    Raises:
-        InvalidConfigError: The name is unknown.
-    """
+    """Resolve an alias to its method; return other names (of methods, drafters, `"auto"`, `"hybrid"`) as they are."""
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
     method = aliases.get(name, name)
@@ -194,11 +183,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
 
 
 def drafter_of(head: nn.Module) -> Drafter:
-    """Create a drafter for a loaded head.
-
-    Raises:
-        DrafterMismatchError: No method drafts with such a head.
-    """
+    """Create a drafter for a loaded head."""
     for method in methods().values():
         if type(head) in method.heads:
             return method.make(head)

@@ -98,10 +98,6 @@ def _target_of(head: Any, named: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
         head: The head.
         named: The head's path or Hub id, as given by the user.
         kwargs: The user's arguments of `from_pretrained`.
-
-    Raises:
-        CheckpointFormatError: The head names no target, or one that it must not name, see `_check_target`.
-        InvalidConfigError: `trust_remote_code` with a target in another repository.
     """
     base = head.config.base_model_name_or_path
     if head.layout in WHOLE_MODELS:  # the target and its heads are one checkpoint
@@ -137,9 +133,6 @@ def _check_target(base: Any, head: Any, subfolder: str) -> None:
         base: The target in the head's config; None and "" mean no target.
         head: The head's path or Hub id.
         subfolder: Folder of the head inside that path or repository; "" is its top.
-
-    Raises:
-        CheckpointFormatError: The head must not name this target, or the name is neither a Hub id nor a directory.
     """
     if base in (None, "") or (isinstance(base, str) and _can_be_named(base, Path(head), subfolder)):
         return

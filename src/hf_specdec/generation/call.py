@@ -224,12 +224,6 @@ def plan_call(
         model: An attached model.
         request: The user's arguments.
         mode, generation_config, mode_kwargs: The other arguments of `generate()`, as transformers prepared them.
-
-    Raises:
-        InvalidConfigError: Invalid fields, or an unknown method.
-        DrafterMismatchError: A head that is not loaded, or belongs to another model.
-        UnsupportedGenerationError: Options that cannot be combined with speculation.
-        UnsupportedModelError: In its current state the model cannot verify drafted tokens.
     """
     config, state = SpeculativeConfig.of(request.speculative), state_of(model)
     checks.check_mode(mode, generation_config, mode_kwargs)
@@ -254,11 +248,7 @@ def plan_call(
 
 
 def call_in(generation_config: GenerationConfig) -> Call | None:
-    """Return the call that a generation config holds; None for plain generation.
-
-    Raises:
-        UnsupportedModelError: The model overrides `generate()` and skips the step in which speculation is planned.
-    """
+    """Return the call that a generation config holds; None for plain generation."""
     call: Any = getattr(generation_config, "speculative", None)
     if call is not None and not isinstance(call, Call):
         raise UnsupportedModelError(
@@ -375,9 +365,6 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
         speculative: As in `generate()`.
         rows: Batch size of later calls.
         context: Prompt tokens of later calls.
-
-    Raises:
-        InvalidConfigError, DrafterMismatchError, UnsupportedGenerationError, UnsupportedModelError: See `plan_call`.
     """
     mode = GenerationMode.GREEDY_SEARCH
     call = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})

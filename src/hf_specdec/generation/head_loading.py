@@ -67,12 +67,6 @@ def head_drafter(
             one (the documented one) is used.
         options: Arguments of `load_head`, or of `_assistant`; those that are None are left out.
         name: The name that the drafter is to get; None: that of its method.
-
-    Raises:
-        CheckpointFormatError, DrafterMismatchError: See `load_drafter`.
-        InvalidConfigError: `reading` is invalid, or given for something other than an ambiguous head; options were
-            given for a loaded head or are unknown; the `hot_tokens` in them are invalid; or `name` is another
-            method's.
     """
     if not isinstance(source, str | Path | DraftHead):
         raise CheckpointFormatError(

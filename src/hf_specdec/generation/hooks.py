@@ -131,11 +131,7 @@ def _remember_answers(call: Call, history_of: bool | str | Sequence[str]) -> Non
 
 
 def swap_in(model: Any, mixin: type) -> None:
-    """Check that a model supports speculation, then give it the mixin and a `SpeculationState`.
-
-    Raises:
-        UnsupportedModelError: See `inspect_target`. The model is not changed.
-    """
+    """Check that a model supports speculation, then give it the mixin and a `SpeculationState`."""
     state = SpeculationState()
     base: Any = type(model)
     gate(model)
@@ -150,12 +146,7 @@ def swap_in(model: Any, mixin: type) -> None:
 
 
 def swap_out(model: Any, mixin: type) -> None:
-    """Restore the model's class and remove its state.
-
-    Raises:
-        UnsupportedModelError: The model was not attached but its class inherits from the mixin, or another thread is
-            generating with it.
-    """
+    """Restore the model's class and remove its state."""
     name = type(model).__name__
     base: Any = type(model).__bases__[-1]
     if issubclass(base, mixin) or type(model) is not speculative_class(mixin, base):

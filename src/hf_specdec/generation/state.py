@@ -202,9 +202,6 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
     """Return the probe's result for the model in its current state.
 
     If none is cached, probe the model.
-
-    Raises:
-        UnsupportedModelError: In its current state the model cannot verify drafted tokens.
     """
     state, now = state_of(model), Fingerprint.of(model)
     for facts in state.facts:
@@ -244,10 +241,6 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
         model: An attached model.
         drafter: Any drafter; registration is not required.
         now: Fingerprint of the model's current state.
-
-    Raises:
-        DrafterMismatchError: The drafter does not fit, for example after a resized vocabulary or removed layers.
-        UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
     """
     bound = state_of(model).bound
     for part in drafter.parts:

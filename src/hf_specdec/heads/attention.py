@@ -45,9 +45,6 @@ class DraftAttention(nn.Module):
             (bias of all four projections) and `qk_norm` (norms of queries and keys).
         input_size: Width of the input; 2D in EAGLE-3.
         bias: Add a bias to the query, key and value projections even if `attention_bias` is False.
-
-    Raises:
-        InvalidConfigError: A number of heads, `head_dim` or `sliding_window` is invalid.
     """
 
     def __init__(self, config: Any, input_size: int, bias: bool = False) -> None:

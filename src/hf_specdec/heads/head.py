@@ -73,10 +73,6 @@ class CheckedConfig:
         """Create the config as in transformers, from the fields in `rules` only; other fields are dropped.
 
         A `partial_rotary_factor` at the top level is moved into `rope_parameters`.
-
-        Raises:
-            InvalidConfigError: A value has the wrong type or is out of range, sizes contradict each other, or a field
-                of `NEUTRAL` has a value that would change what the head computes.
         """
         for name, neutral in NEUTRAL.items():
             if config_dict.get(name) not in neutral:
@@ -281,11 +277,7 @@ class EagleFamilyHead(EmbeddingSharing, DraftHead):
         return logits
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `DraftHead.check_sizes`; also calls `resolve_feature_layers`.
-
-        Raises:
-            DrafterMismatchError: See `DraftHead.check_sizes`; or the target has too few layers.
-        """
+        """See `DraftHead.check_sizes`; also calls `resolve_feature_layers`."""
         depth = target_config.num_hidden_layers
         self.resolve_feature_layers(depth)
         super().check_sizes(target_config)
@@ -300,10 +292,6 @@ def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
     """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
 
     If the lm_head is offloaded, the head is moved to the device on which the target runs.
-
-    Raises:
-        DrafterMismatchError: Hidden size, vocabulary, number of layers or input size of the lm_head do not match, the
-            head's weights are on the meta device, or the target has no lm_head.
     """
     head.check_sizes(text_config(model))
     if any(parameter.is_meta for parameter in head.parameters()):

@@ -50,11 +50,7 @@ class LayerMtpConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def layer_config(self) -> Any:
-        """Return transformers' config of one full-attention layer.
-
-        Raises:
-            InvalidConfigError: The model type is not supported.
-        """
+        """Return transformers' config of one full-attention layer."""
         kind = self.layer.get("model_type")
         if kind not in LAYER_TYPES:
             raise InvalidConfigError(
@@ -73,9 +69,6 @@ class LayerMtpHead(EagleFamilyHead):
     """An MTP module: `h'[t+1] = post_norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, as in `MtpHead`.
 
     The target's last hidden states h are taken after its final norm. Norms and layer have the target's classes.
-
-    Raises:
-        InvalidConfigError: The model type is not supported.
     """
 
     method = "mtp"
@@ -126,21 +119,13 @@ class LayerMtpHead(EagleFamilyHead):
     def forward(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend | None = None
     ) -> Tensor:
-        """Predict the next hidden states of a whole text with causal attention; see `MtpHead.forward`.
-
-        Raises:
-            NotImplementedError: `attend` is not None.
-        """
+        """Predict the next hidden states of a whole text with causal attention; see `MtpHead.forward`."""
         if attend is not None:
             raise NotImplementedError("The attention of a transformers layer cannot be replaced: use `read`.")
         return self.read(token_embeddings, hidden, position_ids, DynamicCache(), None)
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return the target's `lm_head` of the module's output `[..., D]`: logits `[..., V]`.
-
-        Raises:
-            ValueError: `lm_head` is None.
-        """
+        """Return the target's `lm_head` of the module's output `[..., D]`: logits `[..., V]`."""
         if lm_head is None:
             raise ValueError("An MTP module shares the target's lm_head: pass it.")
         return lm_head(hidden)
@@ -186,9 +171,6 @@ def experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Args:
         tensors: By name; `...experts.{e}.gate_proj.weight [I, H]`, `up_proj`, and `down_proj [H, I]` become
             `...experts.gate_up_proj [E, 2I, H]` and `...experts.down_proj [E, H, I]`.
-
-    Raises:
-        HeadTensorsError: A tensor of an expert is missing, unknown, or of another shape than those of other experts.
     """
     prefix = next((name.split(".experts.")[0] + ".experts." for name in tensors if ".experts.0." in name), None)
     if prefix is None:

@@ -44,10 +44,6 @@ class NativeMtp:
 
     Args:
         model: The target, loaded from a checkpoint with MTP modules.
-
-    Raises:
-        DrafterMismatchError: The model has no MTP modules.
-        UnsupportedModelError: The modules are not plain attention layers, or transformers cannot build them.
     """
 
     shares_lm_head = True
@@ -78,11 +74,6 @@ class NativeMtp:
         """Load the modules unless they are loaded; convert them to the model's dtype and its lm_head's device.
 
         They share the model's embedding and lm_head.
-
-        Raises:
-            DrafterMismatchError: The model is not the one passed to the constructor, or has no lm_head, or the modules
-                cannot be loaded.
-            UnsupportedModelError: As in the constructor.
         """
         source = model.config.name_or_path
         if source != self.where or _config_of(model) != self.config:
@@ -169,12 +160,7 @@ class NativeMtp:
 
 
 def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
-    """Return the config of a model's modules, without loading them.
-
-    Raises:
-        DrafterMismatchError: The model has no MTP modules, or was not loaded from a checkpoint.
-        UnsupportedModelError: See `NativeMtp`.
-    """
+    """Return the config of a model's modules, without loading them."""
     text, name = text_config(model), type(model).__name__
     count = getattr(text, "num_mtp_layers", None)
     if not count:
@@ -213,12 +199,7 @@ def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
 
 
 def _load(model: PreTrainedModel, device: torch.device) -> Any:
-    """Return the modules with the weights of the model's checkpoint, on a device.
-
-    Raises:
-        UnsupportedModelError: transformers does not know the names of the model's MTP tensors.
-        DrafterMismatchError: The modules cannot be loaded.
-    """
+    """Return the modules with the weights of the model's checkpoint, on a device."""
     if not unexpected_keys(model):
         raise UnsupportedModelError(
             f"transformers does not know the names of the MTP tensors of {type(model).__name__}.", ALTERNATIVES

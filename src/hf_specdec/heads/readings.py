@@ -49,9 +49,6 @@ class Ambiguity:
 
         Args:
             target_config: Config of the target's text decoder.
-
-        Raises:
-            DrafterMismatchError: In every reading, the target lacks a layer that the head reads.
         """
         depth, offsets = target_config.num_hidden_layers, self.layer_offsets
         if str(getattr(target_config, "model_type", "")).startswith("gpt_oss"):  # 0 first: SGLang does not add 1
@@ -79,11 +76,6 @@ class Ambiguity:
         Args:
             target_config: Config of the target's text decoder.
             given: Some fields of `Reading`, by name, after `checked_reading`.
-
-        Raises:
-            InvalidConfigError: A value sets layers of a head whose files name none, or `final_norm` for a head that
-                does not read the last layer.
-            DrafterMismatchError: See `readings`.
         """
         if self.layer_ids is None and given.keys() & {"layer_offset", "final_norm"}:
             raise InvalidConfigError(
@@ -130,11 +122,7 @@ _POSSIBLE: Mapping[str, tuple[Any, ...]] = {
 
 
 def checked_reading(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return some fields of a `Reading` as a dictionary, after checking names and values.
-
-    Raises:
-        InvalidConfigError: `given` is not a mapping, or a name or value is invalid.
-    """
+    """Return some fields of a `Reading` as a dictionary, after checking names and values."""
     if not isinstance(given, Mapping):
         raise InvalidConfigError(
             f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(_POSSIBLE)}."

@@ -16,11 +16,7 @@ from hf_specdec.errors import InvalidConfigError
 
 
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotary embedding, which also honours `partial_rotary_factor` for the type `default`.
-
-    Raises:
-        InvalidConfigError: An odd number of dimensions, or none, would be rotated.
-    """
+    """Llama's rotary embedding, which also honours `partial_rotary_factor` for the type `default`."""
 
     def __init__(self, config: Any) -> None:
         size = rotated_size(config)

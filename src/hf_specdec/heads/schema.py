@@ -245,9 +245,6 @@ THIRD_PARTY_LAYER: Mapping[str, Rule] = {
 def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
     """Return the fields that have a rule, after checking them; null is always allowed and other fields are dropped.
 
-    Raises:
-        InvalidConfigError: A value is invalid, sizes contradict each other, or the tree has too many candidates.
-
     Example: `checked({"bias": True, "attn_implementation": "org/kernel"}, EAGLE)` is `{"bias": True}`.
     """
     known = {name: value for name, value in fields.items() if name in rules}

@@ -74,10 +74,6 @@ def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None,
         head: The head; it is not modified.
         lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
         mode: See `make_program`.
-
-    Raises:
-        CaptureError: The head overrides `read`, reads values on the host or cannot be compiled, or its results differ
-            when compiled.
     """
     if type(head).read not in (EagleFamilyHead.read, DFlashHead.read):
         raise CaptureError(f"{type(head).__name__} overrides `read`")

@@ -25,11 +25,7 @@ class HotTokens:
     shares_lm_head: bool
 
     def _make_hot_tokens(self) -> None:
-        """Create the buffer `d2t` `[Vd]`, zeros, if the head has a draft vocabulary.
-
-        Raises:
-            InvalidConfigError: The draft vocabulary is empty or larger than the target's.
-        """
+        """Create the buffer `d2t` `[Vd]`, zeros, if the head has a draft vocabulary."""
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
         if size is None:
             return
@@ -49,11 +45,7 @@ class HotTokens:
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def set_hot_token_ids(self, token_ids: Tensor) -> None:
-        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order.
-
-        Raises:
-            InvalidConfigError: The ids are not that; Vd is the config's `draft_vocab_size`.
-        """
+        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order."""
         ids = self._checked(token_ids)
         if len(ids) != self.config.draft_vocab_size:
             raise InvalidConfigError(
@@ -73,9 +65,6 @@ class HotTokens:
 
         Args:
             token_ids: Target ids in any order.
-
-        Raises:
-            InvalidConfigError: The list is empty, ids are repeated or out of range, or the head has its own lm_head.
         """
         if not self.shares_lm_head:
             raise InvalidConfigError(

@@ -70,11 +70,7 @@ def drafter_colors(names: Iterable[str], colors: Colors) -> dict[str, str]:
 
 
 def colors_of(theme: Theme) -> Colors:
-    """Return the colours of a theme.
-
-    Raises:
-        InvalidConfigError: The theme is unknown.
-    """
+    """Return the colours of a theme."""
     if theme not in THEMES:
         raise InvalidConfigError(f"Unknown theme {theme!r}.", f"Use one of {', '.join(map(repr, THEMES))}.")
     return THEMES[theme]
@@ -103,12 +99,7 @@ def plot_style(theme: Theme = "light") -> Iterator[Colors]:
 
 @contextmanager
 def drawing(theme: Theme = "light") -> Iterator[tuple[Any, Colors]]:
-    """Context manager that yields `matplotlib.pyplot` and the theme's colours, and applies its style in its block.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        InvalidConfigError: The theme is unknown.
-    """
+    """Context manager that yields `matplotlib.pyplot` and the theme's colours, and applies its style in its block."""
     colors_of(theme)
     from matplotlib import pyplot
 

@@ -107,9 +107,6 @@ class DFlashObjective(Objective):
     A block behind anchor x[a] reads the features of x[0] to x[a-1] and the embeddings of x[a] and of masks. Its d-th
     drafted token, counted from 0, is compared with the target's distribution after x[a+d]. Tokens count as long as
     they and all before them are answer tokens. A Markov head reads the text's tokens.
-
-    Raises:
-        InvalidConfigError: A head with a sliding window, or `growing` for a head that is not causal.
     """
 
     def __init__(self, head: DFlashHead, target: PreTrainedModel, config: DFlashTrainingConfig) -> None:

@@ -63,11 +63,7 @@ NOT_READ = ("functions", "documents", "images", "image", "videos", "audios", "ch
 def read_each(
     source: str | Path, read: Callable[[DataRow, str], T], *, split: str = "train", limit: int | None = None
 ) -> list[T]:
-    """Return what `read` makes of each row and its location; rows that it refuses are skipped and logged.
-
-    Raises:
-        InvalidConfigError: More than `MAX_SKIPPED_SHARE` of the rows cannot be read, or see `read_rows`.
-    """
+    """Return what `read` makes of each row and its location; rows that it refuses are skipped and logged."""
     found: list[T] = []
     failed: list[str] = []  # errors, each with the location of its row
 
@@ -105,10 +101,6 @@ def read_rows(
         split: Split to load with `datasets.load_dataset`.
         refuse: Called with the error of a row of a JSON file that is not an object, which is then skipped; None
             raises it.
-
-    Raises:
-        InvalidConfigError: The source does not exist, is damaged or has rows that are not objects, or the `datasets`
-            package is needed but missing; raised during iteration.
     """
     path = existing_path(source)
     options = {} if refuse is None else {"refuse": refuse}
@@ -328,11 +320,7 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
 
 
 def prompt_of(row: DataRow, place: str, name: str) -> Prompt:
-    """Return the prompt in a row, see `read_prompts`; its source is `name` if the row does not give one.
-
-    Raises:
-        InvalidConfigError: The row has no prompt that can be asked as text.
-    """
+    """Return the prompt in a row, see `read_prompts`; its source is `name` if the row does not give one."""
     messages = [] if row.get("turns") else _messages_of(row, place)
     later = [message["role"] for message in messages[1:]]
     if row.get("tools") or "tool" in later or "system" in later or any("tool_calls" in each for each in messages):

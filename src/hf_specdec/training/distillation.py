@@ -206,11 +206,6 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
         prompts: The prompts of `distill`.
         tokenizer: The target's tokenizer.
         num_turns: User turns per conversation.
-
-    Raises:
-        InvalidConfigError: No prompts, or one text instead of a list; several turns or a system message without a chat
-            template; or the model is to invent prompts, but the tokenizer has no token to begin one with, or its chat
-            template changes the user's text.
     """
     if isinstance(prompts, str):
         raise InvalidConfigError(

@@ -133,9 +133,6 @@ class EagleObjective(Objective):
     At position t the head reads the embedding of x[t+1] and the feature of x[t], and its output predicts x[t+2]. The
     feature is the target's at step 0, and the head's output of step j-1 at position t-1 at step j. A position is
     trained only if all tokens from x[t-j+1], the root of such a draft, to x[t+2] are answer tokens.
-
-    Raises:
-        InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, or a head with a sliding window.
     """
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:

@@ -196,9 +196,6 @@ def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) ->
 
     Returns:
         `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
-
-    Raises:
-        InvalidConfigError: A token id is negative or outside the target's vocabulary.
     """
     for ids in (row["input_ids"] for row in rows):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):

@@ -367,12 +367,7 @@ def _read_model_names(body: bytes) -> list[str]:
 
 
 class _Connection:
-    """Client for the models and completions endpoints of one server; see `ServerTeacher` for the arguments.
-
-    Raises:
-        InvalidConfigError: The package `openai` is missing, `url` is not an HTTP URL, or the key has characters
-            that HTTP cannot send.
-    """
+    """Client for the models and completions endpoints of one server; see `ServerTeacher` for the arguments."""
 
     def __init__(self, url: str, api_key: str, timeout: float, num_requests: int) -> None:
         try:

@@ -81,9 +81,6 @@ class HeadTrainer(Trainer):
         arguments: transformers' training arguments.
         held_out: Evaluation data. Evaluations log `eval_tau`, the tokens per target forward of greedy chains on it,
             and `eval_accepted_d`, the fraction of such chains that are accepted at least to depth d.
-
-    Raises:
-        InvalidConfigError: `data` has no conversations, or captured features lack a layer that the objective reads.
     """
 
     def __init__(

@@ -160,9 +160,6 @@ def count_correct(
         model, head, data, top_k: As for `find_tree`.
         num_steps: Number of depths to count; for Medusa at most the number of heads.
         batch_size: Conversations per forward.
-
-    Raises:
-        InvalidConfigError: `data` has no answer tokens to draft, or its features lack a layer.
     """
     objective: Objective
     if isinstance(head, MedusaHeads):

@@ -36,9 +36,6 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
         layers: Layers whose hidden states the runner returns.
         mode: "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
             uses the model's own forward. Each is captured if the device has a graph backend.
-
-    Raises:
-        CaptureError: The forward cannot be compiled or captured, or its outputs differ from the model's.
     """
     if reason := unsupported_reason(model, facts):
         raise CaptureError(reason)
@@ -92,11 +89,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
-    """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt.
-
-    Raises:
-        CaptureError: The median relative distance of logits or hidden states exceeds the tolerance for the dtype.
-    """
+    """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
     tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
     widest = max(map(len, TEST_TREES))

@@ -186,10 +186,6 @@ class FeatureTap:
     Args:
         model: The target.
         layers: Layers to capture, numbered as in `Features`.
-
-    Raises:
-        DrafterMismatchError: The target has no such layer.
-        UnsupportedModelError: See `find_backbone`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (LAST,)) -> None:

@@ -31,9 +31,6 @@ class GraphBackend(Protocol):
 
         Args:
             run: Must read and write the same memory in every call.
-
-        Raises:
-            Exception: Any exception, if `run` reads from the device, copies from the host or synchronizes.
         """
 
 

@@ -295,11 +295,7 @@ class KeyValueStore:
         self.moves += 1
 
     def make_room(self, needed: int) -> None:
-        """Ensure a capacity of at least `needed` slots.
-
-        Raises:
-            CacheCapacityError: `needed` exceeds a capacity that cannot grow (`reserve` is None), or the free memory.
-        """
+        """Ensure a capacity of at least `needed` slots."""
         if needed <= self.capacity:
             return
         if self.reserve is None:

@@ -51,9 +51,6 @@ def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
     This is the parent of the first list of `num_hidden_layers` modules, searched in `get_decoder()` first, to skip
     vision towers. `base_model` and `get_decoder()` alone are not enough: some architectures return the whole model.
-
-    Raises:
-        UnsupportedModelError: The model has no such list.
     """
     num_layers = text_config(model).num_hidden_layers
     for root in (model.get_decoder(), model):

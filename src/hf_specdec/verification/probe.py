@@ -158,10 +158,6 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     prompts again, and one forward over four nodes. If arithmetic is inexact and that shows rounding, three times as
     many texts decide. Does not modify the model. Verdicts on models of transformers itself are kept on disk, see
     `_kept_file`.
-
-    Raises:
-        UnsupportedModelError: The model's plain `generate()` is unsuitable, see `run_plainly`, or the model can verify
-            neither; the message contains the reasons.
     """
     gate(model)
     fingerprint = Fingerprint.of(model)

@@ -85,10 +85,6 @@ def make_program(
         *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
         mode: `"inductor"` or `"kernels"`.
         attention: See `use_kernels`.
-
-    Raises:
-        CaptureError: The function reads values on the host, or cannot be traced or compiled; or the mode is
-            `"kernels"` and this machine cannot use them, or no operation does; or a kernel computes a wrong product.
     """
     on_cpu = inputs[0].device.type == "cpu"
     if mode == "kernels":

@@ -178,10 +178,6 @@ class CompiledForward(Runner):
             model: The target; it is not modified.
             layers: Layers whose hidden states are returned.
             mode: See `make_program`.
-
-        Raises:
-            CaptureError: The attention is not `sdpa`, or the forward reads values on the host, has layers that do not
-                call transformers' attention function, or cannot be compiled.
         """
         layers = sorted(set(layers))
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
@@ -320,11 +316,7 @@ class _TracedLayer(CacheLayerMixin):
 
 
 def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
-    """Return the function to trace, see `CompiledForward`.
-
-    Raises:
-        CaptureError: See `CompiledForward.of`.
-    """
+    """Return the function to trace, see `CompiledForward`."""
     config, device = text_config(model), execution_device(model)
     if attention_name(config) != "sdpa":
         raise CaptureError(f"its attention is {attention_name(config)!r}, not 'sdpa'")

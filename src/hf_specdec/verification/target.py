@@ -208,10 +208,6 @@ class Target(ABC):
         Returns:
             Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions, or of those within
             the window, if layers are tapped.
-
-        Raises:
-            UnsupportedGenerationError: The attention mask covers more tokens than cache and prompt have.
-            UnsupportedModelError: The model did not write the prompt to the cache.
         """
         self.padding = PromptPadding.of(model_kwargs.get("attention_mask"))
         if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:

@@ -88,10 +88,6 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
     """Let the model's own `generate()` give fixed answers to short prompts; costs `num_tokens` + 1 forwards.
 
     Half of the prompts, of which there are twice `num_texts`, are padded.
-
-    Raises:
-        UnsupportedModelError: `generate()` fails on a text prompt, does not return the prompt followed by new tokens,
-            or runs another model.
     """
     rows, width = 2 * num_texts, PROMPT_LENGTH + num_tokens
     tokens = ordinary_tokens(model, rows * width).view(rows, width)

@@ -217,11 +217,7 @@ class GrowingTree:
 
 
 def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrainedModel:
-    """Return a view of the model that skips some layers, given as returned by `skippable`.
-
-    Raises:
-        UnsupportedModelError: The model has no list of decoder layers, or a forward on the path to it was replaced.
-    """
+    """Return a view of the model that skips some layers, given as returned by `skippable`."""
     _, layers = find_backbone(model)
     kept = [_identity(layer, skipped[index]) if index in skipped else layer for index, layer in enumerate(layers)]
     copied: Any = _with_changed(model, {layers: nn.ModuleList(kept)})
@@ -304,11 +300,6 @@ def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
 
     Returns:
         The layers, for `without_layers`.
-
-    Raises:
-        DrafterMismatchError: The model has no such layers.
-        UnsupportedModelError: The model has no list of decoder layers, does not run without these layers, or drafting
-            changes its cache; the message gives the reason.
     """
     wanted = sorted(set(layers))
     _, modules = find_backbone(model)
