@@ -84,7 +84,8 @@ def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
     chart = (
         f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp without drafts {means['llama_cpp']}; "
         f"auto, kernels off: {means['auto_no_head']}, with a head {means['auto+none']}; CPU kernels alone "
-        f"{means['nothing+kernels']}; auto with them {means['auto_no_head+kernels']}, with a head {means['auto+kernels']}"
+        f"{means['nothing+kernels']}; auto with them {means['auto_no_head+kernels']}, "
+        f"with a head {means['auto+kernels']}"
     )
     for page in (README, (ROOT / "docs" / "index.md").read_text()):
         text = page.replace("&quot;", '"')

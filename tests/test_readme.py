@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import pydoc
 import re
 import shutil
@@ -19,6 +20,7 @@ from benchmark_script import code_block
 from drafters import random_head, random_heads
 from hf_specdec import DrafterMismatchError, cli
 from hf_specdec.drafters import registry
+from hf_specdec.generation.decode import decode
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -115,8 +117,11 @@ def test_links_and_files_exist(page: Path) -> None:
         assert pydoc.locate(name) is not None, name
 
 
-def test_the_packages_of_the_architecture_exist() -> None:
+def test_the_architecture_shows_the_loop_and_the_packages_as_they_are() -> None:
     house = (ROOT / "docs" / "architecture.md").read_text()
+    loop = inspect.getsource(decode)
+    shown = [line.split("  #")[0].strip() for line in house.split("```python\n")[1].split("```")[0].splitlines()]
+    assert [line for line in shown if line not in loop] == []
     names = re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| package |") :])
     assert len(names) > 15
     assert [name for name in names if not (ROOT / "src" / "hf_specdec" / name).exists()] == []
