@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,32 @@ def test_the_interface_of_drafters_imports_little() -> None:
             waiting += graph[name]
     sizes = {module_name(path): len(path.read_text().splitlines()) for path in FILES}
     assert sum(sizes[name] for name in reached) <= MAX_CLOSURE
+
+
+ONE_IMPORTER: set[str] = set()
+"""Modules that a single other module imports; the list may only shrink, because they could be part of that module."""
+NAMES_OF_KINDS = {"dflash.py", "eagle.py", "medusa.py", "mtp.py"}
+"""File names that occur twice: a kind of head in `heads/`, and how it drafts in `drafters/`."""
+
+
+def test_modules_with_one_importer_become_fewer() -> None:
+    graph = {module_name(path): imports_of(path) for path in FILES}
+    packages = {module_name(path) for path in FILES if path.name == "__init__.py"}
+    importers = Counter(other for name, imported in graph.items() for other in imported - {name})
+    assert {name for name in MODULES - packages if importers[name] == 1 and "." in name} == ONE_IMPORTER
+
+
+def test_a_public_name_has_one_meaning_and_a_file_name_one_file() -> None:
+    names = Counter[str]()
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            found = {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set[str]()
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            names.update(name for name in found if not name.startswith("_") and name != "logger")
+    assert {name for name, count in names.items() if count > 1} == set()
+    files = Counter(path.name for path in FILES if not path.name.startswith("__"))
+    assert {name for name, count in files.items() if count > 1} == NAMES_OF_KINDS
 
 
 def test_imports_point_one_way() -> None:
