@@ -34,7 +34,7 @@ def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(
     monkeypatch.setattr("hf_specdec.checkpoints.sources.hf_hub_download", None)
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    found = "is a file" if name == "file" else "does not exist"
+    found = "is a file" if name == "file" else "cannot be loaded: there is no such directory"
     with pytest.raises(CheckpointFormatError, match=rf"The head '.*' {found}\. Use a directory with config\.json"):
         load_head(name)
 

@@ -71,7 +71,10 @@ def existing_path(
         return path
     text = str(source)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
-        raise error(f"{what} {text!r} does not exist.".lstrip(), hint)
+        missing = (
+            f"{what} {text!r} cannot be loaded: there is no such directory." if what else f"{text!r} does not exist."
+        )
+        raise error(missing, hint)
     return None
 
 
