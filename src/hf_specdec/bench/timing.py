@@ -329,7 +329,12 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
         gap = None
         if difference is not None:
             turn_index, index = difference
-            gap = _top_two_gap(caller.model, plain.prompts[turn_index], plain.answers[turn_index].ids[:index])
+            answer = plain.answers[turn_index].ids[:index]
+            ids = torch.cat([plain.prompts[turn_index]["input_ids"], answer[None]], dim=-1)
+            with torch.no_grad():  # without a cache
+                logits = caller.model(input_ids=ids, use_cache=False).logits[0, -1]
+            top = logits.float().topk(2).values
+            gap = float(top[0] - top[1])
         stages = {
             key: statistics.median(sum(answer.stages[key] for answer in each.answers) for each in all_rounds)
             for key in last.answers[0].stages
@@ -359,11 +364,3 @@ def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
             differing = (expected.ids[:width] != answer.ids[:width]).nonzero()
             return turn, int(differing[0]) if len(differing) else width
     return None
-
-
-@torch.no_grad()
-def _top_two_gap(model: Any, inputs: Any, answer: Tensor) -> float:
-    """Return the difference of the two highest logits for the token after `answer`, from a forward without cache."""
-    ids = torch.cat([inputs["input_ids"], answer[None]], dim=-1)
-    top = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values
-    return float(top[0] - top[1])

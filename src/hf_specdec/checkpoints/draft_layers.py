@@ -161,11 +161,6 @@ def is_partly_rotated(config: Any) -> bool:
     return config.rope_parameters.get("partial_rotary_factor", 1) not in (None, 1)
 
 
-def base_model(head: Any) -> Fields:
-    """Return the field that names the target."""
-    return {"base_model_name_or_path": head.config.base_model_name_or_path}
-
-
 def speculators_fields(head: Any, kind: str, architecture: str, layer: Fields, num_tokens: int) -> Fields:
     """Return the fields that all speculators configs have in common.
 

@@ -173,7 +173,12 @@ def check_target_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
         raise CheckpointFormatError(f"{adapter.weights} holds no tensors.")
     loaded = dict(_loaded(model))
     values = stored.read(names)
-    absent = [name for name in names if not _equal(loaded.get(name.removeprefix(PEFT_PREFIX)), values[name])]
+    absent = []
+    for name, value in values.items():
+        found = loaded.get(name.removeprefix(PEFT_PREFIX))
+        fits = found is not None and found.shape == value.shape and not found.is_meta
+        if found is None or not fits or not torch.equal(found.detach().cpu(), value.to(found.dtype)):
+            absent.append(name)
     if absent:
         state = "it is not loaded" if len(absent) == len(names) else f"{len(absent)} of its tensors differ"
         raise DrafterMismatchError(
@@ -196,14 +201,7 @@ def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{match[1]}{suffix}".removeprefix(PEFT_PREFIX), parameter
 
 
-def _equal(loaded: Tensor | None, stored: Tensor) -> bool:
-    if loaded is None or loaded.shape != stored.shape or loaded.is_meta:
-        return False
-    return torch.equal(loaded.detach().cpu(), stored.to(loaded.dtype))
-
-
 # ----------------------------------------------------------------------------------------------- reports
-
 
 IN_CARD = ("recipe", "tau")
 """Config fields that the model card shows: how the head was trained, and what was measured."""

@@ -24,9 +24,9 @@ from hf_specdec.cli.answers import dtype_of, short_name
 from hf_specdec.cli.status import working
 from hf_specdec.generation.loading import encode
 from hf_specdec.generation.state import state_of
-from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
-from hf_specdec.viz.live import StepStreamer, TimedPiece
+from hf_specdec.viz.live import StepStreamer
+from hf_specdec.viz.text import ColoredText, Piece
 
 WARMING_TOKENS = 8
 """Tokens that both methods decode before the timed calls, so that one-time work is not timed."""
@@ -56,7 +56,7 @@ class TimedAnswer(StepStreamer):
         super().start()
         self.is_started = True
 
-    def add(self, piece: TimedPiece) -> None:
+    def add(self, piece: Piece) -> None:
         """Write the text of a piece."""
         self.write(piece.text)
 
@@ -84,11 +84,9 @@ class TimedAnswer(StepStreamer):
         if not self.pieces:
             waits = "reading the prompt" if self.is_started else "runs after the other, to have the machine to itself"
             return Text(waits, style="dim")
-        text, number = Text(), 0
-        for piece in list(self.pieces):
-            several = colored and piece.num_tokens > 1
-            text.append(piece.text, style=PALETTE[number % len(PALETTE)] if several else None)
-            number += several
+        text = Text()
+        for piece, color in ColoredText(tuple(self.pieces)).colors():
+            text.append(piece.text, style=color if colored else None)
         text.rstrip()
         return text
 

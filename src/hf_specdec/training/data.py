@@ -95,12 +95,9 @@ def read_rows(
 ) -> Iterator[tuple[str, DataRow]]:
     """Yield pairs of a row's location (file and line or row number, for error messages) and the row.
 
-    Args:
-        source: A `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
-            `distill`, or a name or directory for `datasets.load_dataset`. Empty lines are skipped.
-        split: Split to load with `datasets.load_dataset`.
-        refuse: Called with the error of a row of a JSON file that is not an object, which is then skipped; None
-            raises it.
+    A source is a `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
+    `distill`, or a name or directory for `datasets.load_dataset`. `refuse` is called with the error of a row of a JSON
+    file that is not an object, which is then skipped; None raises it.
     """
     path = existing_path(source)
     options = {} if refuse is None else {"refuse": refuse}

@@ -200,13 +200,7 @@ def _write_part(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: int) -> None:
-    """Check, before the model is loaded, that there are prompts and that the tokenizer can encode what is asked for.
-
-    Args:
-        prompts: The prompts of `distill`.
-        tokenizer: The target's tokenizer.
-        num_turns: User turns per conversation.
-    """
+    """Check, before the model is loaded, that there are prompts, and that the tokenizer can encode what is asked."""
     if isinstance(prompts, str):
         raise InvalidConfigError(
             "`prompts` must be a list of prompts, got one text.", "Pass [text], or read_prompts(path) for a file."

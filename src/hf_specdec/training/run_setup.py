@@ -195,11 +195,8 @@ def read_state(path: Path, folder: Path) -> Fields:
 def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
     """Check that the checkpoints in a directory belong to the run with these facts (see `run_facts`).
 
-    Nothing is checked if the directory has no complete checkpoint or no file `run.json`.
-
-    Raises:
-        InvalidConfigError: They belong to another run (the message names up to four differences), or the file is
-            damaged.
+    The error names up to four differences. Nothing is checked if the directory has no complete checkpoint or no file
+    `run.json`.
     """
     path = folder / RUN_NAME
     if last_checkpoint(folder) is None or not path.exists():

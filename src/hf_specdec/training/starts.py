@@ -143,11 +143,8 @@ def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str],
     """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
 
     The additional columns read the token embedding. If `head_dim` is given, the layers are key and value projections:
-    if the head has more key heads than the target, each is copied several times.
-
-    Returns:
-        Whether all were copied. False if a layer is missing, has another size, or only one of the two has a bias; the
-        layers before it have then been copied.
+    if the head has more key heads than the target, each is copied several times. Returns whether all were copied:
+    False if a layer is missing, has another size, or only one of the two has a bias; those before it are then copied.
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)

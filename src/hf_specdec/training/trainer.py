@@ -355,13 +355,9 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate a run by timing two batches, of median length and of the longest conversations.
 
-    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter is changed.
-
-    Args:
-        rehearse: Returns the loss of a batch, given the indices of its conversations.
-        trained: Module with the trained parameters; their gradients are cleared.
-        lengths: Number of tokens of each conversation.
-        num_done: Optimiser steps already done, if the run resumes.
+    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter of `trained` is
+    changed, and their gradients are cleared. `rehearse` returns the loss of a batch, given the indices of its
+    conversations; `num_done` optimiser steps are already done, if the run resumes.
     """
     batch = arguments.per_device_train_batch_size
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])

@@ -29,9 +29,10 @@ def token_label(tokenizer: Any, token: int, longest: int = 12) -> str:
 class Piece:
     """Text that one step, or the prefill, added to a sequence."""
 
-    text: str
+    text: str  # empty if the step ended within a character
     num_tokens: int  # emitted by the step
     step: int  # counted from 1; 0 for the prefill
+    seconds: float = 0.0  # from the start of a stream to the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ColoredText:
 
     pieces: tuple[Piece, ...]
 
-    def _colors(self) -> Iterator[tuple[Piece, str | None]]:
+    def colors(self) -> Iterator[tuple[Piece, str | None]]:
         """Yield each piece with its colour; None for pieces of one token."""
         number = 0
         for piece in self.pieces:
@@ -54,7 +55,7 @@ class ColoredText:
 
     def __str__(self) -> str:
         parts = []
-        for piece, color in self._colors():
+        for piece, color in self.colors():
             text = piece.text
             if color is not None:
                 red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
@@ -65,7 +66,7 @@ class ColoredText:
 
     def _repr_html_(self) -> str:
         parts = []
-        for piece, color in self._colors():
+        for piece, color in self.colors():
             text = html.escape(piece.text)
             if color is not None:
                 style = f"background:{color}40;border-bottom:2px solid {color};border-radius:2px"
