@@ -19,10 +19,6 @@ from hf_specdec.bench.questions import Question
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
 
-_WARM_UP_TOKENS = 8
-SPARE_SLOTS = 64
-"""Extra slots of a static KV cache for later turns: earlier answers, tokenised again, may be some tokens longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -185,7 +181,8 @@ def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> i
     texts = [text for turn in question.turns for text in (turn, "")][:-1]
     length: int = encode_chat(tokenizer, texts, torch.device("cpu"))["input_ids"].shape[1]
     earlier = len(question.turns) - 1
-    return length + earlier * max_new_tokens + (SPARE_SLOTS if earlier else 0)
+    # earlier answers, tokenised again, may be some tokens longer
+    return length + earlier * max_new_tokens + (64 if earlier else 0)
 
 
 class _FirstToken(BaseStreamer):
@@ -255,7 +252,7 @@ class _Caller:
         if self.is_own(method):  # also what "auto" would compile only in later calls
             self.model.warmup(self.options[method]["speculative"], prompt_length=inputs["input_ids"].shape[1])
         for _ in range(MAX_WARM_UPS):
-            if not self.answer(inputs, method, min(_WARM_UP_TOKENS, self.max_new_tokens)).compiled:
+            if not self.answer(inputs, method, min(8, self.max_new_tokens)).compiled:
                 break
         self.warm_up_seconds[method] = time.perf_counter() - begin
         check_compiled(method, self.model)

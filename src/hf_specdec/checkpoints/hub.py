@@ -27,7 +27,6 @@ from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
 QUANTISATION_NAME = "hf_quant_config.json"
-INDEX_SUFFIX = ".index.json"
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Weights of Medusa heads that are stored without their target."""
@@ -136,7 +135,7 @@ def checkpoint_in(source: Folder) -> Checkpoint:
     if found is None:
         raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
     shards = [found]
-    if found.name.endswith(INDEX_SUFFIX):
+    if found.name.endswith(".index.json"):
         shards = []
         for name in shard_names(found):
             shard = source.find(name)
@@ -284,9 +283,6 @@ METHOD_BY_WORD = {
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
-MAX_FOUND = 200
-"""Maximum number of repositories of each search."""
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedHead:
@@ -316,7 +312,7 @@ def find_heads(target: str) -> list[PublishedHead]:
         found = {
             model.id: model.downloads or 0
             for search in ({"filter": f"base_model:{target}"}, {"search": name})
-            for model in api.list_models(**search, limit=MAX_FOUND, sort="downloads")  # type: ignore[arg-type]
+            for model in api.list_models(**search, limit=200, sort="downloads")  # type: ignore[arg-type]
         }
     heads = []
     for repo_id, downloads in found.items():

@@ -198,17 +198,14 @@ def _with_assistant(model: Any, tokenizer: Any, assistant: str, dtype: str) -> d
 MAX_WIDTH = 10_000
 """Columns in which every table fits."""
 
-FILE_WIDTH = 120
-"""Width of the printed table in characters if stdout is a file or a pipe."""
-
 
 def _show(summary: Sequence[dict[str, Any]], rows: Sequence[Measurement], dtype: str, head: str | None) -> None:
     """Print the summary as a table on stdout, with the head's path or id if any; warm-up and warnings on stderr."""
     from hf_specdec.bench import warnings_of
 
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    if not console.is_terminal:  # a file or a pipe
+        console = Console(width=120)
     console.print(table_of(summary, f"weights in {dtype}", console))
     if head is not None:
         say(f"head: {head}")

@@ -28,18 +28,12 @@ from hf_specdec.reporting.stats import SpeculationStats, shown_tau
 from hf_specdec.viz.live import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
 
-WARMING_TOKENS = 8
-"""Tokens that both methods decode before the timed calls, so that one-time work is not timed."""
-
 COMPILED_NOTE = (
     'The speculative run also used faster code for each forward (compile="auto"); plain generate() does not.'
 )
 
 WIDEST, NARROWEST = 120, 64
 """Columns of the whole race; in a terminal with fewer than `NARROWEST`, one panel stands above the other."""
-FRAMES_PER_SECOND = 10
-BORDERS = 4
-"""Columns of a panel's borders and padding."""
 
 
 class TimedAnswer(StepStreamer):
@@ -123,7 +117,7 @@ def prepare(model: Any, tokenizer: Any, prompt: str, method: str, max_new_tokens
         model.warmup(method, prompt_length=inputs["input_ids"].shape[1])
     with working("Warming up both methods", shown=shown):
         for speculative in (None, method):
-            few = min(WARMING_TOKENS, max_new_tokens)
+            few = min(8, max_new_tokens)
             model.generate(**inputs, max_new_tokens=few, do_sample=False, speculative=speculative)
 
 
@@ -198,7 +192,7 @@ class RacePanels:
     def render(self) -> RenderableType:
         """Return the panels as they are now."""
         is_wide = self._width >= NARROWEST
-        inside = (self._width // 2 if is_wide else self._width) - BORDERS
+        inside = (self._width // 2 if is_wide else self._width) - 4  # borders and padding
         plain, speculative = self._answers.values()
         texts = plain.text(colored=False), speculative.text(colored=True)
         lines = [text.wrap(self._console, inside) for text in texts]
@@ -229,7 +223,7 @@ def show_race(
     """Run the comparison, draw both answers while they grow, and print what it shows and what to try next."""
     plain, speculative = TimedAnswer(tokenizer), TimedAnswer(tokenizer)
     panels = RacePanels(console, plain, speculative, method)
-    drawn: dict[str, Any] = {"refresh_per_second": FRAMES_PER_SECOND, "vertical_overflow": "crop"}
+    drawn: dict[str, Any] = {"refresh_per_second": 10, "vertical_overflow": "crop"}
     with Live(get_renderable=panels.render, console=console, **drawn):
         result = run(model, tokenizer, prompt, method, max_new_tokens, plain, speculative)
     stats, ratio, dtype = result.speculation, result.speed_up, dtype_of(model)

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from hf_specdec.training import Conversation
     from hf_specdec.training.feature_store import TrainingData
 
-MAX_LOG_BYTES = 256 * 2**20
-"""Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""
-
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
 """By default, one in 20 conversations is held out for evaluation, but no more than 64."""
 
@@ -303,7 +300,7 @@ def _save_head(head: Head, output: Path, as_json: bool) -> None:
 
     Draws nothing without matplotlib, or if the log has no accuracies.
     """
-    log = records.read_json(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
+    log = records.read_json(output / "trainer_state.json", 256 * 2**20)["log_history"]  # training adds entries
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
         _note(f"{RUN_PICTURE} was not drawn. Run: pip install matplotlib")

@@ -37,9 +37,6 @@ SETTINGS = ".distill.json"
 MAX_TEMPERATURE = 1000
 """Maximum temperature; sampling is practically uniform there."""
 
-MOST_TOKENS = 2**31
-"""Largest value of all other settings."""
-
 MARK = "USER-TURN-8d1f"
 """Placeholder for the user's text, to find its position in the output of the chat template."""
 
@@ -77,7 +74,7 @@ class DistillConfig:
         check_settings(
             self,
             {"seed": (-(2**63), 2**63), "invention_temperature": (0, MAX_TEMPERATURE)},
-            otherwise=(1, MOST_TOKENS),
+            otherwise=(1, 2**31),
         )
         numbers = all(isinstance(value, int | float) and 0 <= value <= MAX_TEMPERATURE for value in self.temperatures)
         if not self.temperatures or not numbers:

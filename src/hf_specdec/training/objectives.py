@@ -32,9 +32,6 @@ LIMITS = {
 }  # fmt: skip
 """Smallest and largest value of settings. After the maximum of 64 steps, 2**64 is still a finite float32."""
 
-OTHER_LIMITS = (0, 10**6)
-"""Smallest and largest value of all other settings."""
-
 NONZERO = ("head_decay", "slot_decay", "head_weight", "learning_rate_multiplier")
 """Settings that must be above 0."""
 
@@ -60,7 +57,7 @@ class Recipe:
 
 
 def check_settings(
-    settings: Any, limits: Mapping[str, tuple[int, int]], otherwise: tuple[int, int] = OTHER_LIMITS
+    settings: Any, limits: Mapping[str, tuple[int, int]], otherwise: tuple[int, int] = (0, 10**6)
 ) -> None:
     """Check that the numbers and booleans of a dataclass have the type of their defaults and are within limits."""
     for setting in fields(settings):

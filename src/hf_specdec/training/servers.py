@@ -39,9 +39,6 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_ERROR_BYTES = 4096
 """Maximum number of bytes kept of an error response, of which only the message is shown."""
 
-CONNECT_SECONDS = 10.0
-"""Timeout in seconds of one attempt to connect; a request that allows less time uses its own timeout."""
-
 COUNT_LIMIT = 2**31
 """Exclusive upper bound of the token counts that a server sends, and of the seeds that it accepts."""
 
@@ -394,7 +391,7 @@ class _Connection:
             return openai.AsyncOpenAI(
                 base_url=url,
                 api_key=api_key,
-                timeout=openai.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
+                timeout=openai.Timeout(timeout, connect=min(10.0, timeout)),
                 default_headers={"Accept-Encoding": "identity"},  # a small compressed body can expand without limit
                 http_client=LimitedClient(follow_redirects=False),  # prompts must go only to the given URL
             )

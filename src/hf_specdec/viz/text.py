@@ -11,8 +11,6 @@ from typing import Any
 from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import TracedStep
 
-RESET = "\x1b[0m"
-
 
 def token_label(tokenizer: Any, token: int, longest: int = 12) -> str:
     """Return a token's text as a plot label or, without a tokenizer, its id.
@@ -60,7 +58,7 @@ class ColoredText:
             if color is not None:
                 red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
                 # end the colour before a line break: some terminals would fill the rest of the line
-                text = "\n".join(f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in text.split("\n"))
+                text = "\n".join(f"\x1b[38;2;{red};{green};{blue}m{line}\x1b[0m" for line in text.split("\n"))
             parts.append(text)
         return "".join(parts)
 
