@@ -103,7 +103,7 @@ def number(least: float, most: float) -> Rule:
 
 def one_of(*choices: str) -> Rule:
     """Return a rule that allows one of several strings."""
-    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+    return Rule(f"one of {', '.join(map(repr, choices))}", lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(rule: Rule) -> Rule:
