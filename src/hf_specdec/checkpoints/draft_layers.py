@@ -87,9 +87,9 @@ def layer_fields(layout: Layout, fields: Fields, shapes: Shapes, *, windows: boo
 
 def _checked_layer(layout: Layout, layer: Fields, windows: bool) -> Fields:
     """Return the checked fields of a layer config, as arguments of transformers' config class."""
-    names = (*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    names = [*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"]
     if windows:  # at the top level they describe the target
-        names += ("layer_types", "sliding_window", "use_sliding_window")
+        names += ["layer_types", "sliding_window", "use_sliding_window"]
     wanted = {name: layer[name] for name in names if layer.get(name) is not None}
     if "hidden_act" not in wanted and layer.get("hidden_activation") is not None:  # Gemma's name
         wanted["hidden_act"] = layer["hidden_activation"]
