@@ -59,7 +59,7 @@ def test_doctor_tells_what_pays(
     assert bool(found["compiled_seconds"]) == ("kernels" in found["forwards"].values())
     assert ("x as fast with CPU kernels as eagerly" in " ".join(text.split())) == bool(found["compiled_seconds"])
     assert run(monkeypatch, "doctor", "/nowhere/at/all") == 2
-    assert "does not exist" in error_line(capsys.readouterr().err)
+    assert "there is no such directory" in error_line(capsys.readouterr().err)
 
 
 def test_doctor_names_the_compiled_modes(monkeypatch: pytest.MonkeyPatch) -> None:

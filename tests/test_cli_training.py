@@ -213,7 +213,7 @@ eagle --features TALKS/below | is a file
 eagle --output OTHER | holds README.md, which was not trained by this command
 eagle --output TALKS | is a file
 eagle --output MODEL | was not trained by this command
-eagle --model /nowhere | '/nowhere' does not exist.
+eagle --model /nowhere | '/nowhere' cannot be loaded: there is no such directory.
 eagle --data /nowhere.jsonl | does not exist
 eagle --initial-head STRANGER | needs a target with vocab_size 64
 eagle --initial-head MODEL | not a head in a known layout
