@@ -110,7 +110,7 @@ HEAD_KINDS = {
 
 
 def _start(head: Head, target: Any) -> None:
-    """Copy weights of the target into a new head, where that helps, and tell which."""
+    """Copy weights of the target into a new head that has parts of the same kind, and print what was copied."""
     if isinstance(head, MedusaHeads):
         head.start_from(target.get_output_embeddings())
     elif isinstance(head, Eagle3Head | DFlashHead):
