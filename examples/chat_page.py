@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
-from hf_specdec.viz import ColoredText, Piece, StepStreamer
+from hf_specdec.viz import ColoredText, StepStreamer
 
 try:
     import gradio as gr
@@ -54,7 +54,7 @@ class StepQueue(StepStreamer):
 
     def add(self, piece):
         """Send the text of a step."""
-        self.steps.put(Piece(piece.text, piece.num_tokens, len(self.pieces) - 1))
+        self.steps.put(piece)
 
     def end(self):
         super().end()

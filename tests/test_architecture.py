@@ -45,12 +45,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 1005, "checkpoints": 3139, "cli": 2571, "control": 1167, "cpu": 1373,
-    "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 386, "training": 4406, "trees": 699,
-    "verification": 4736, "viz": 1026,
+    "acceptance": 1084, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1167, "cpu": 1373,
+    "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 375, "training": 4242, "trees": 699,
+    "verification": 4736, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1402
+MAX_LINES_AT_THE_TOP = 1367
 MAX_CLOSURE = 2375
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

@@ -215,13 +215,13 @@ def test_bench_measures_and_writes(model_path: Path, monkeypatch: Patch, capsys:
 
 
 MISTAKES = r"""
-generate hello --model /nowhere | '/nowhere' does not exist.
+generate hello --model /nowhere | The model '/nowhere' cannot be loaded: there is no such directory.
 generate w5 --model MODEL --method eagel | Did you mean 'eagle'? Available: 'plain', 'auto',
 generate w5 --model NONE --method pard | no command can load. Use it from Python
 generate w5 --model NONE --method draft_model | Use hf-specdec bench with --assistant
 generate w5 --model MODEL --method medusa | needs a draft head, but none is given. Give one: --drafter
 generate w5 --model MODEL --method medusa --drafter HEAD | is a head for 'eagle'. Give
-generate w5 --model MODEL --drafter /nowhere | '/nowhere' does not exist.
+generate w5 --model MODEL --drafter /nowhere | The head '/nowhere' cannot be loaded: there is no such directory.
 generate w5 --drafter PROMPTS | prompts.jsonl' is a file. Use a directory with config.json
 generate w5 --model PROMPTS | prompts.jsonl' is a file. Give a model's directory
 generate w5 --model MODEL/head | it is a draft head. Give the model that it was trained for, and
@@ -264,7 +264,7 @@ bench --model MODEL --prompts PROMPTS --methods auto+kernel | Did you mean +kern
 bench --model MODEL --prompts PROMPTS --methods plain+kernels | is a method of transformers
 bench --json | --json needs a value, such as --json results.json.
 bench --rounds | --rounds needs a value.
-inspect /nowhere | The head '/nowhere' does not exist.
+inspect /nowhere | The head '/nowhere' cannot be loaded: there is no such directory.
 inspect MODEL | not a head in a known layout
 inspect org/none | Connect to the Hub, or give the directory of a downloaded head.
 inspect out1 | at 'out1': it is not a local directory, and a Hub id has the form owner/name.
@@ -283,7 +283,7 @@ distill --output OUT --model MODEL --prompts EMPTY/none.txt | holds no prompts. 
 tree --drafter NONE --data NONE --output OUT --plot PROMPTS | already exists. Give
 tree --drafter NONE --data NONE --output OUT --plot a.xyz | an unknown suffix
 tree --drafter NONE --data NONE --output OUT --top-k 1025 | at most 1024
-tree --drafter /nowhere --data PROMPTS --output OUT --model MODEL | '/nowhere' does not exist
+tree --drafter /nowhere --data PROMPTS --output OUT --model MODEL | '/nowhere' cannot be loaded
 train eagle | Missing options '--data', '--output'. See hf-specdec train eagle --help.
 train eagle --data x | Missing option '--output'. See hf-specdec train eagle --help.
 train eagle --data x --output OUT --epochs 0 | must be above 0, got 0.
@@ -538,14 +538,10 @@ def test_only_the_files_of_a_head_are_replaced(name: str, tmp_path: Path) -> Non
             check_new_head(tmp_path, replace=replace)
 
 
-def test_commands_name_the_dtype_and_the_version(model_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+def test_the_version(monkeypatch: Patch, capsys: Captured) -> None:
     for option in ("--version", "-V"):
         assert run(monkeypatch, option) == 0
         assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
-    assert run(monkeypatch, "generate", "w5", "--model", model_path, "--max-new-tokens", 1) == 0
-    shown = capsys.readouterr().err
-    assert ", float32]" in shown  # the checkpoint's own
-    assert "tau -," in shown
 
 
 def test_a_command_without_arguments_shows_its_help_and_nothing_else(monkeypatch: Patch, capsys: Captured) -> None:

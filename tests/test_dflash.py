@@ -500,7 +500,7 @@ def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -
         ({"block_size": 1}, "drafts no tokens"),
         ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
         ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` is not set"),
-        ({"layer_types": ["chunked_attention"] * 2}, "each one of full_attention, sliding_attention"),
+        ({"layer_types": ["chunked_attention"] * 2}, "each one of 'full_attention', 'sliding_attention'"),
         ({"mask_token_id": 96}, "outside the vocabulary of 96"),
         ({"markov_rank": 2, "markov_head_type": "lstm"}, "`markov_head_type` must be one of"),
         ({"confidence_with_markov": True, "confidence_head": True}, "needs `confidence_head` and a `markov_rank`"),

@@ -96,14 +96,14 @@ distil_train_publish --prompts good.jsonl --work w --publish you/your-head | --p
 text_pipeline w05 --model SAVED --drafter /no/head | error: The head '/no/head'
 adapter_and_head w05 --model SAVED --drafter /no/head | error: The head '/no/head'
 """ + "".join(
-    f"{script} --model /no/such | error: The model '/no/such' does not exist. Give a\n"
+    f"{script} --model /no/such | error: The model '/no/such' cannot be loaded: there is no\n"
     f"{script} --model BASE | error: The model 'base' has no chat template. Give an instruct model: --model.\n"
     for script in (
         "chat", "text_pipeline", "answer_file good.jsonl out", "long_document", "grpo_rollouts", "quantized",
         "vision PICTURE", f"adapter_and_head --drafter {SHIPPED_HEAD}", "structured_output", "chat_page --port 0",
     )
 ) + "".join(
-    f"{script} --model /no/such | error: The model '/no/such' does not exist. Give a\n"
+    f"{script} --model /no/such | error: The model '/no/such' cannot be loaded: there is no\n"
     for script in ("distil_train_publish --work w --prompts good.jsonl", "serve --port 0", "evaluate --tasks one")
 )  # fmt: skip
 """A script with its arguments, and a part of what is said of them before any model is loaded."""

@@ -18,7 +18,7 @@ from hf_specdec import AdaptiveConfig, InvalidConfigError, SpeculativeConfig
 from hf_specdec.bench import read_questions
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.errors import CheckpointFormatError
-from hf_specdec.training import EagleTrainingConfig, head_arguments, read_conversations, read_prompts
+from hf_specdec.training import head_arguments, read_conversations, read_prompts
 
 SCRIPT = Path(__file__).parent / "hostile_files.py"
 TALK = {"input_ids": [3, 4, 5], "loss_mask": [False, True, True]}
@@ -108,13 +108,6 @@ def test_training_arguments_that_mean_something(tmp_path: Path) -> None:
               "data_seed": None, "tf32": None}  # fmt: skip
     made = head_arguments(tmp_path, values, use_cpu=True)
     assert all(getattr(made, name) == value for name, value in values.items())
-
-
-def test_a_recipe_has_numbers_that_end() -> None:
-    for fields in ({"step_decay": 1e6}, {"aligned_steps": 10**9}, {"answer_tokens": 2**70}, {"noise": float("inf")},
-                   {"self": 1}, {"token_weight": "1"}, {"soft_tokens": 1}):  # fmt: skip
-        with pytest.raises(InvalidConfigError):
-            EagleTrainingConfig().changed(**fields)
 
 
 def test_tiers_and_trees_are_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -89,21 +90,27 @@ def test_reads_as_its_authors_do(name: str, tmp_path: Path) -> None:
         assert torch.equal(head.hot_token_ids, ids.sort().values)
 
 
+@functools.cache
+def model_of(size: int) -> Any:
+    """A target of 32 layers, made and probed once."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=layouts.V, hidden_size=size, intermediate_size=24, num_hidden_layers=32,
+                         num_attention_heads=2, num_key_value_heads=1, bos_token_id=None,
+                         eos_token_id=None)  # fmt: skip
+    return SpeculativeGenerationMixin.attach(LlamaForCausalLM(config).eval())
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_drafts_for_a_target_without_changing_its_answer(name: str, tmp_path: Path) -> None:
-    example = EXAMPLES[name]
-    size = example.target_size
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=layouts.V, hidden_size=size, intermediate_size=24, num_hidden_layers=32,
-                    num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
-    ).eval()  # fmt: skip
-    drafter = SpeculativeGenerationMixin.attach(model).load_drafter(example.write(tmp_path))
-    ids = torch.randint(0, layouts.V, (2, 9))
+    model = model_of(EXAMPLES[name].target_size)
+    drafter = model.load_drafter(EXAMPLES[name].write(tmp_path))
+    ids = torch.randint(0, layouts.V, (2, 9), generator=torch.Generator().manual_seed(0))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, speculative=drafter.method, **options), plain)
     assert model.last_speculation.num_drafted_tokens > 0
+    for loaded in list(model.drafters):
+        model.remove_drafter(loaded)
 
 
 def same_head(first: Any, second: Any) -> None:

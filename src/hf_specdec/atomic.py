@@ -24,11 +24,8 @@ PARTIAL = ".partial"
 def cache_directory() -> Path:
     """Return the package's cache directory, created if missing: `$XDG_CACHE_HOME/hf-specdec` or `~/.cache/hf-specdec`.
 
-    A relative `$XDG_CACHE_HOME` is ignored, as the XDG specification demands.
-
-    Raises:
-        OSError: It cannot be created.
-        RuntimeError: The home directory is unknown.
+    A relative `$XDG_CACHE_HOME` is ignored, as the XDG specification demands. Raises OSError if it cannot be created,
+    RuntimeError if the home directory is unknown.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "hf-specdec"
@@ -40,11 +37,9 @@ def cache_directory() -> Path:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary file, which replaces `path` if the block ends without an error.
 
-    Creates its directory. Removes temporary files that dead processes left for the same path.
-
-    Raises:
-        InvalidConfigError: The file cannot be written; raised before the block if possible. Replaces the errors of the
-            block that a full disk causes: OSError, SafetensorError, and torch's RuntimeError.
+    Creates its directory. Removes temporary files that dead processes left for the same path. If the file cannot be
+    written, an `InvalidConfigError` is raised, before the block if possible; it replaces the errors of the block that
+    a full disk causes: OSError, SafetensorError, and torch's RuntimeError.
     """
     with _writing(path):
         if path.is_dir():
@@ -118,12 +113,9 @@ def clear_partials(folder: Path, prefix: str = ".") -> None:
 def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = ()) -> None:
     """Move files into a directory such that an interruption never leaves a loadable mixture of old and new files.
 
-    Args:
-        source: Directory with the finished files, on the same disk.
-        folder: Destination, created if missing. Files that are neither replaced nor stale stay.
-        first: File without which nothing can be loaded, such as `config.json`; moved away first and written last.
-        stale: Glob patterns of old files that would be read together with the new ones; matches that are not replaced
-            are deleted.
+    `source`, on the same disk, holds the finished files. Nothing can be loaded without `first`, such as `config.json`,
+    which is moved away first and written last. Old files that match a glob pattern of `stale` would be read together
+    with the new ones: those that are not replaced are deleted. All others stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder, f".{first}.")

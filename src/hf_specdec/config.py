@@ -19,6 +19,7 @@ from hf_specdec.validation import (
     integer,
     is_number,
     named_fields,
+    one_of,
     optional,
     validate_choices,
 )
@@ -132,10 +133,6 @@ def _is_history(value: Any) -> bool:
     return all(isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in names)
 
 
-def _choice(names: tuple[str, ...]) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, names))}", lambda value: isinstance(value, str) and value in names)
-
-
 @named_fields
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(ConfigFields):
@@ -205,12 +202,12 @@ class SpeculativeConfig(ConfigFields):
         "num_draft_tokens": optional(integer(1, MAX_NODES)),
         "tree": Rule("'dynamic', 'static', a list of paths or None",
                      lambda value: value in (None, "dynamic", "static") or isinstance(value, tuple)),
-        "acceptance": _choice(get_args(AcceptanceName)),
+        "acceptance": one_of(*get_args(AcceptanceName)),
         "posterior_threshold": _FRACTION,
         "posterior_alpha": _FRACTION,
         "adaptive": Rule("True, False, None, an AdaptiveConfig, a dict of its fields or a JSON file",
                          lambda value: value is None or isinstance(value, bool | AdaptiveConfig)),
-        "compile": _choice(get_args(Compile)),
+        "compile": one_of(*get_args(Compile)),
         "max_cache_length": optional(integer(1, MAX_SLOTS)),
         "methods": optional(Rule("a list of different method names", _are_methods)),
         "trace": Rule("True or False", lambda value: isinstance(value, bool)),

@@ -52,11 +52,7 @@ def translated(
 ) -> Iterator[None]:  # fmt: skip
     """Convert the errors of other libraries, which differ by version, to one of ours; ours pass unchanged.
 
-    Args:
-        error: Class of the error to raise.
-        message: What failed; the first sentence of the other error is appended.
-        hint: How to fix it, or a function that returns it for the other error.
-        kinds: Classes of errors to convert.
+    The first sentence of the other error is appended to the message. `hint` may be a function of that error.
     """
     try:
         yield

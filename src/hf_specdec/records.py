@@ -23,17 +23,11 @@ MAX_OBJECT_BYTES = 4 * 2**20
 MAX_LINE_BYTES = 16 * 2**20
 """Maximum length of a line in bytes, twice that of a conversation of a million tokens in JSON."""
 
-BLOCK_BYTES = 2**20
-"""Bytes read at once from the end of a file."""
-
 MAX_LIST_BYTES = 32 * 2**20
 """Maximum size in bytes of a file with one JSON list, which needs about twenty times as much memory when parsed."""
 
 MAX_EXPANSION = 200
 """Maximum ratio of decompressed to compressed size; text reaches 3 to 10, identical rows about 100."""
-
-SMALL_BYTES = 16 * 2**20
-"""Decompressed size in bytes up to which the ratio is not checked."""
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 """Ends of the names of files that hold rows of data."""
@@ -170,7 +164,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file (or `.gz`)."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        max_size = max(SMALL_BYTES, MAX_EXPANSION * size)
+        max_size = max(16 * 2**20, MAX_EXPANSION * size)
         lines: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         number = last_text = 0
         while True:
@@ -208,7 +202,7 @@ def read_lines_backwards(path: Path, file: IO[bytes], start: int) -> Iterator[by
     """Yield the lines of an open file from its last one back to the one at `start`, reading no more than needed."""
     position, rest = file.seek(0, os.SEEK_END), b""
     while position > start:
-        size = min(BLOCK_BYTES, position - start)
+        size = min(2**20, position - start)
         position = file.seek(position - size)
         rest, *lines = (file.read(size) + rest).split(b"\n")
         yield from reversed(lines)

@@ -103,7 +103,7 @@ def number(least: float, most: float) -> Rule:
 
 def one_of(*choices: str) -> Rule:
     """Return a rule that allows one of several strings."""
-    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+    return Rule(f"one of {', '.join(map(repr, choices))}", lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(rule: Rule) -> Rule:
@@ -190,11 +190,7 @@ def named_fields(cls: type[_ConfigClass]) -> type[_ConfigClass]:
 
 
 def check_known(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
-    """Check that all given names of fields, or of another kind, are known.
-
-    Raises:
-        InvalidConfigError: A name is unknown; the message suggests a similar known one, if there is one.
-    """
+    """Check that all given names of fields, or of another kind, are known; an error suggests a similar known one."""
     for name in given:
         if name not in known:
             near = nearest(str(name)[:100], known, cutoff=0.4)
@@ -205,14 +201,7 @@ def check_known(owner: str, given: Iterable[Any], known: Sequence[str], kind: st
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], remedy: str) -> None:
-    """Raise `InvalidConfigError` if an argument is an instance of none of these classes.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-        kinds: The classes.
-        remedy: What to do instead, for the message.
-    """
+    """Raise `InvalidConfigError`, which says what to do instead, if an argument is an instance of no such class."""
     if not isinstance(value, kinds):
         named = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
         raise InvalidConfigError(f"`{name}` must be of type {named}, got {type(value).__name__}.", remedy)
@@ -221,10 +210,7 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], remedy: st
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name that was most probably meant by an unknown one; None if none is similar.
 
-    Args:
-        name: The unknown name.
-        known: The known names. The shortest of those that begin with `name` is returned, otherwise the most similar.
-        cutoff: Least similarity, from 0 to 1.
+    It is the shortest of those that begin with `name`, otherwise the most similar; `cutoff` is the least similarity.
     """
     names = list(known)
     longer = [other for other in names if name and other.startswith(name)]

@@ -24,8 +24,6 @@ PROC_STAT = Path("/proc/stat")
 
 CPU_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 """Columns of the first line of `/proc/stat`; `steal`, CPU time that a hypervisor gave to others, counts as load."""
-IDLE_COLUMNS = ("idle", "iowait")
-"""Columns that count idle time; all others count as load."""
 
 DISTURBING_SHARE = 0.05
 """Largest fraction of one core that other processes may use on average before a timed call counts as disturbed."""
@@ -97,7 +95,7 @@ class OtherProcesses:
         except (OSError, psutil.NoSuchProcess):
             return None
         ticks = dict(zip(CPU_COLUMNS, map(int, columns[1:]), strict=False))
-        busy = sum(count for name, count in ticks.items() if name not in IDLE_COLUMNS) / os.sysconf("SC_CLK_TCK")
+        busy = sum(count for name, count in ticks.items() if name not in ("idle", "iowait")) / os.sysconf("SC_CLK_TCK")
         return busy - sum(os.times()[:4]) - workers, time.perf_counter()
 
     def cores(self) -> float | None:

@@ -19,10 +19,6 @@ from hf_specdec.bench.questions import Question
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
 
-_WARM_UP_TOKENS = 8
-SPARE_SLOTS = 64
-"""Extra slots of a static KV cache for later turns: earlier answers, tokenised again, may be some tokens longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -185,7 +181,8 @@ def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> i
     texts = [text for turn in question.turns for text in (turn, "")][:-1]
     length: int = encode_chat(tokenizer, texts, torch.device("cpu"))["input_ids"].shape[1]
     earlier = len(question.turns) - 1
-    return length + earlier * max_new_tokens + (SPARE_SLOTS if earlier else 0)
+    # earlier answers, tokenised again, may be some tokens longer
+    return length + earlier * max_new_tokens + (64 if earlier else 0)
 
 
 class _FirstToken(BaseStreamer):
@@ -255,7 +252,7 @@ class _Caller:
         if self.is_own(method):  # also what "auto" would compile only in later calls
             self.model.warmup(self.options[method]["speculative"], prompt_length=inputs["input_ids"].shape[1])
         for _ in range(MAX_WARM_UPS):
-            if not self.answer(inputs, method, min(_WARM_UP_TOKENS, self.max_new_tokens)).compiled:
+            if not self.answer(inputs, method, min(8, self.max_new_tokens)).compiled:
                 break
         self.warm_up_seconds[method] = time.perf_counter() - begin
         check_compiled(method, self.model)
@@ -329,7 +326,12 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
         gap = None
         if difference is not None:
             turn_index, index = difference
-            gap = _top_two_gap(caller.model, plain.prompts[turn_index], plain.answers[turn_index].ids[:index])
+            answer = plain.answers[turn_index].ids[:index]
+            ids = torch.cat([plain.prompts[turn_index]["input_ids"], answer[None]], dim=-1)
+            with torch.no_grad():  # without a cache
+                logits = caller.model(input_ids=ids, use_cache=False).logits[0, -1]
+            top = logits.float().topk(2).values
+            gap = float(top[0] - top[1])
         stages = {
             key: statistics.median(sum(answer.stages[key] for answer in each.answers) for each in all_rounds)
             for key in last.answers[0].stages
@@ -359,11 +361,3 @@ def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
             differing = (expected.ids[:width] != answer.ids[:width]).nonzero()
             return turn, int(differing[0]) if len(differing) else width
     return None
-
-
-@torch.no_grad()
-def _top_two_gap(model: Any, inputs: Any, answer: Tensor) -> float:
-    """Return the difference of the two highest logits for the token after `answer`, from a forward without cache."""
-    ids = torch.cat([inputs["input_ids"], answer[None]], dim=-1)
-    top = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values
-    return float(top[0] - top[1])

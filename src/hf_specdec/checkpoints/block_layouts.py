@@ -15,14 +15,13 @@ import torch
 
 from hf_specdec.checkpoints.draft_layers import (
     VERIFIER,
-    base_model,
     is_partly_rotated,
     layer_config,
     layer_fields,
     layer_numbers,
     speculators_fields,
 )
-from hf_specdec.checkpoints.layout import ROTARY_BUFFER, Layout, Shapes, Tensors, lookup, own_tensors
+from hf_specdec.checkpoints.layout import ROTARY_BUFFER, Layout, Shapes, Tensors, lookup
 from hf_specdec.errors import CheckpointFormatError, listed
 from hf_specdec.heads.dflash import FULL, SLIDING, DFlashHead
 from hf_specdec.heads.schema import THIRD_PARTY_LAYER
@@ -227,9 +226,9 @@ def _dflash_config(head: DFlashHead) -> Fields:
         "architectures": ["DFlashDraftModel"],
         "block_size": config.block_size,
         "dflash_config": own,
+        "base_model_name_or_path": config.base_model_name_or_path,
         **depth,
         **words,
-        **base_model(head),
     }
 
 
@@ -241,8 +240,17 @@ def _speculators_config(head: DFlashHead) -> Fields:
     """Return the config in speculators' layout. The type is `dspark` if the head has a Markov or confidence head."""
     config = head.config
     kind, architecture = ("dspark", "DSparkDraftModel") if _is_dspark(head) else ("dflash", "DFlashDraftModel")
-    fields = {
+    own: Fields = {}
+    if kind == "dspark":
+        own = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_with_markov,
+        }
+    return {
         **speculators_fields(head, kind, architecture, _layers_config(head), config.max_depth),
+        **own,
         "aux_hidden_state_layer_ids": config.aux_hidden_state_layer_ids,
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -252,20 +260,11 @@ def _speculators_config(head: DFlashHead) -> Fields:
         "sliding_window_non_causal": not (SLIDING in _types(head) and config.sliding_causal),
         "target_hidden_size": None,
     }
-    if kind == "dflash":
-        return fields
-    return {
-        **fields,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head_type,
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_with_markov,
-    }
 
 
 def _with_mask(head: DFlashHead) -> Tensors:
     """Return the tensors; for a draft vocabulary also `t2d` `[V]`, the mask of its tokens."""
-    tensors, ids = own_tensors(head), head.hot_token_ids
+    tensors, ids = head.state_dict(), head.hot_token_ids
     if ids is None:
         return tensors
     mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=ids.device)

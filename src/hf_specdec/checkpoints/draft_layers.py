@@ -27,14 +27,8 @@ LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention
                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
 """Fields that a Llama or Qwen3 config and ours have in common. `mlp_bias` is among them only to be checked."""
 
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
-
 VERIFIER = "speculators_config.verifier.name_or_path"
 """Path of the target's name in the configs of speculators."""
-
-SPECULATORS_VERSION = "0.9.0"
-"""Version of speculators that the written layouts follow."""
 
 PLAIN_THETA = 10000.0
 """Rotary base that EAGLE's classes for scaled rotary positions use, regardless of the config."""
@@ -93,8 +87,9 @@ def layer_fields(layout: Layout, fields: Fields, shapes: Shapes, *, windows: boo
 
 def _checked_layer(layout: Layout, layer: Fields, windows: bool) -> Fields:
     """Return the checked fields of a layer config, as arguments of transformers' config class."""
-    # at the top level the window fields describe the target
-    names = (*LAYER_FIELDS, *ROPE_FIELDS, *(WINDOW_FIELDS if windows else ()))
+    names = [*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"]
+    if windows:  # at the top level they describe the target
+        names += ["layer_types", "sliding_window", "use_sliding_window"]
     wanted = {name: layer[name] for name in names if layer.get(name) is not None}
     if "hidden_act" not in wanted and layer.get("hidden_activation") is not None:  # Gemma's name
         wanted["hidden_act"] = layer["hidden_activation"]
@@ -161,11 +156,6 @@ def is_partly_rotated(config: Any) -> bool:
     return config.rope_parameters.get("partial_rotary_factor", 1) not in (None, 1)
 
 
-def base_model(head: Any) -> Fields:
-    """Return the field that names the target."""
-    return {"base_model_name_or_path": head.config.base_model_name_or_path}
-
-
 def speculators_fields(head: Any, kind: str, architecture: str, layer: Fields, num_tokens: int) -> Fields:
     """Return the fields that all speculators configs have in common.
 
@@ -177,7 +167,7 @@ def speculators_fields(head: Any, kind: str, architecture: str, layer: Fields, n
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
-        "speculators_version": SPECULATORS_VERSION,
+        "speculators_version": "0.9.0",  # that the written layouts follow
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

@@ -15,14 +15,13 @@ import torch
 from hf_specdec.checkpoints.draft_layers import (
     PLAIN_THETA,
     VERIFIER,
-    base_model,
     is_partly_rotated,
     layer_config,
     layer_fields,
     layer_numbers,
     speculators_layer,
 )
-from hf_specdec.checkpoints.layout import ROTARY_BUFFER, Layout, Shapes, Tensors, lookup, own_tensors
+from hf_specdec.checkpoints.layout import ROTARY_BUFFER, Layout, Shapes, Tensors, lookup
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Head
@@ -70,23 +69,22 @@ def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
 
 
 def _for_eagles_code(fields: Fields) -> Fields:
-    """Reduce `rope_scaling` to what EAGLE's code accepts: None, or a type and a float factor above 1."""
+    """Return fields for EAGLE's code, whose `rope_scaling` is None, or a type and a float factor above 1."""
     scaling = fields["rope_scaling"]
     if not scaling or scaling["factor"] == 1:
-        return {**fields, "rope_scaling": None}
-    return {**fields, "rope_scaling": {"type": scaling["type"], "factor": float(scaling["factor"])}}
+        scaling = None
+    else:
+        scaling = {"type": scaling["type"], "factor": float(scaling["factor"])}
+    return {**fields, "rope_scaling": scaling, "architectures": ["LlamaForCausalLM"]}
 
 
-def _eagle_config(head: EagleHead) -> Fields:
-    own = {"bias": head.config.bias, "qkv_bias": head.config.qkv_bias, "architectures": ["LlamaForCausalLM"]}
-    return {**_for_eagles_code(layer_config(head)), **own, **base_model(head)}
-
-
-def _eagle_readers(head: EagleHead) -> str:
+def _eagle_readers(head: EagleHead | Eagle3Head) -> str:
+    is_third = isinstance(head, Eagle3Head)
+    settings = f'{{"method": "eagle{"3" if is_third else ""}", "model": HERE, "num_speculative_tokens": 4}}'
+    sglang = " SGLang: `--speculative-algorithm EAGLE --speculative-draft-model-path HERE`."
     return (
-        "EAGLE's code: `EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=HERE, use_eagle3=False)`. vLLM: "
-        '`--speculative-config \'{"method": "eagle", "model": HERE, "num_speculative_tokens": 4}\'`. SGLang: '
-        "`--speculative-algorithm EAGLE --speculative-draft-model-path HERE`."
+        f"EAGLE's code: `EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=HERE, use_eagle3={is_third})`. "
+        f"vLLM: `--speculative-config '{settings}'`.{'' if is_third else sglang}"
     )
 
 
@@ -101,7 +99,12 @@ _EAGLE = Layout(
     expected={"num_hidden_layers": 1},
     format="eagle",
     refusals=_eagle_refusals,
-    config_of=_eagle_config,
+    config_of=lambda head: {
+        **_for_eagles_code(layer_config(head)),
+        "bias": head.config.bias,
+        "qkv_bias": head.config.qkv_bias,
+        "base_model_name_or_path": head.config.base_model_name_or_path,
+    },
     readers=_eagle_readers,
 )
 _SPECULATORS_EAGLE = Layout(
@@ -260,14 +263,14 @@ def _are_paper_layers(ids: Sequence[int] | None) -> bool:
 def _eagle3_config(head: Eagle3Head) -> Fields:
     config = head.config
     words = config.draft_vocab_size or (config.vocab_size if config.own_lm_head else None)
-    own: Fields = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": words}
-    if config.target_hidden_size is not None:
-        own["target_hidden_size"] = config.target_hidden_size
-    return {**layer_config(head), **own, **base_model(head)}
-
-
-def _official_config(head: Eagle3Head) -> Fields:
-    return {**_for_eagles_code(_eagle3_config(head)), "architectures": ["LlamaForCausalLM"]}
+    own = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
+    return {
+        **layer_config(head),
+        **own,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": words,
+        "base_model_name_or_path": config.base_model_name_or_path,
+    }
 
 
 def _sglang_config(head: Eagle3Head) -> Fields:
@@ -298,7 +301,7 @@ def _with_vocabulary(head: Eagle3Head) -> Tensors:
     ids = torch.arange(size, device="cpu") if ids is None else ids
     marked = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
     marked[ids.cpu()] = True
-    return {**own_tensors(head), "d2t": ids - torch.arange(size, device=ids.device), "t2d": marked}
+    return {**head.state_dict(), "d2t": ids - torch.arange(size, device=ids.device), "t2d": marked}
 
 
 def _sglang_tensors(head: Eagle3Head) -> Tensors:
@@ -306,19 +309,12 @@ def _sglang_tensors(head: Eagle3Head) -> Tensors:
 
     If there are several layers, the first is `layers.0`, and the input norm of the others is called `hidden_norm`.
     """
-    stored = _with_vocabulary(head) if head.config.own_lm_head else own_tensors(head)
+    stored = _with_vocabulary(head) if head.config.own_lm_head else head.state_dict()
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("embed_tokens")}
     if head.config.num_hidden_layers == 1:
         return tensors
     names = {name: re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name) for name in tensors}
     return {re.sub(r"^midlayer\.", "layers.0.", names[name]): tensor for name, tensor in tensors.items()}
-
-
-def _eagle3_readers(head: Eagle3Head) -> str:
-    return (
-        "EAGLE's code: `EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=HERE, use_eagle3=True)`. vLLM: "
-        '`--speculative-config \'{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4}\'`.'
-    )
 
 
 def _speculators_readers(head: Eagle3Head) -> str:
@@ -380,9 +376,9 @@ _EAGLE3 = Layout(
     unsure_of_norm_output=True,
     format="eagle3",
     refusals=_eagle3_refusals,
-    config_of=_official_config,
+    config_of=lambda head: _for_eagles_code(_eagle3_config(head)),
     tensors_of=_with_vocabulary,
-    readers=_eagle3_readers,
+    readers=_eagle_readers,
 )
 _SPECULATORS_EAGLE3 = Layout(
     name="speculators-eagle3",

@@ -57,14 +57,9 @@ def _opened(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Ten
 
 
 class TensorFiles:
-    """The tensors of a checkpoint: the constructor reads names and shapes, `read` the values.
+    """The tensors in all `.safetensors`, `.pt` or `.bin` files of a checkpoint.
 
-    Args:
-        files: All files of the checkpoint, `.safetensors`, `.pt` or `.bin`.
-
-    Raises:
-        CheckpointFormatError: A file cannot be read, is broken or holds anything but tensors, or two files hold
-            tensors of the same name.
+    The constructor reads names and shapes, `read` the values.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -173,13 +168,7 @@ class TorchFile:
     """The content of a `torch.save` file, with `StoredTensor` objects instead of tensors.
 
     Both formats are read, the archive and the one before torch 1.6, through the one open file: replacing the file on
-    disk between check and read has no effect.
-
-    Args:
-        file: Opened for reading; closed when this object is deleted.
-
-    Raises:
-        NotTensorsError: The file is broken or hostile, or does not hold tensors.
+    disk between check and read has no effect. It is closed when this object is deleted.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -145,8 +145,6 @@ UNREAD_ARCHITECTURES = {
     "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
     "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
 }
-LATENT_TENSORS = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")
-"""Tensors of multi-head latent attention."""
 
 
 def _unsupported(fields: Fields, names: Names) -> str | None:
@@ -179,7 +177,8 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     if any(name.startswith("parallel_draft_heads.") for name in names):
         return "an EAGLE head with parallel Medusa heads (ModelOpt's parallel_draft_step)"
     is_eagle = any(name.endswith((".hidden_norm.weight", "fc.weight")) for name in names)
-    is_latent = fields.get("kv_lora_rank") or any(part in name for name in names for part in LATENT_TENSORS)
+    latent = re.compile("kv_a_proj_with_mqa|kv_b_proj|q_a_proj")  # tensors of multi-head latent attention
+    is_latent = fields.get("kv_lora_rank") or any(map(latent.search, names))
     if is_eagle and is_latent:
         return "an EAGLE-3 head with multi-head latent attention (of a DeepSeek or Kimi target)"
     if is_eagle and lookup(fields, "eagle_config.use_aux_hidden_state") is False:

@@ -27,7 +27,6 @@ from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
 QUANTISATION_NAME = "hf_quant_config.json"
-INDEX_SUFFIX = ".index.json"
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Weights of Medusa heads that are stored without their target."""
@@ -136,7 +135,7 @@ def checkpoint_in(source: Folder) -> Checkpoint:
     if found is None:
         raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
     shards = [found]
-    if found.name.endswith(INDEX_SUFFIX):
+    if found.name.endswith(".index.json"):
         shards = []
         for name in shard_names(found):
             shard = source.find(name)
@@ -173,7 +172,12 @@ def check_target_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
         raise CheckpointFormatError(f"{adapter.weights} holds no tensors.")
     loaded = dict(_loaded(model))
     values = stored.read(names)
-    absent = [name for name in names if not _equal(loaded.get(name.removeprefix(PEFT_PREFIX)), values[name])]
+    absent = []
+    for name, value in values.items():
+        found = loaded.get(name.removeprefix(PEFT_PREFIX))
+        fits = found is not None and found.shape == value.shape and not found.is_meta
+        if found is None or not fits or not torch.equal(found.detach().cpu(), value.to(found.dtype)):
+            absent.append(name)
     if absent:
         state = "it is not loaded" if len(absent) == len(names) else f"{len(absent)} of its tensors differ"
         raise DrafterMismatchError(
@@ -196,14 +200,7 @@ def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{match[1]}{suffix}".removeprefix(PEFT_PREFIX), parameter
 
 
-def _equal(loaded: Tensor | None, stored: Tensor) -> bool:
-    if loaded is None or loaded.shape != stored.shape or loaded.is_meta:
-        return False
-    return torch.equal(loaded.detach().cpu(), stored.to(loaded.dtype))
-
-
 # ----------------------------------------------------------------------------------------------- reports
-
 
 IN_CARD = ("recipe", "tau")
 """Config fields that the model card shows: how the head was trained, and what was measured."""
@@ -286,9 +283,6 @@ METHOD_BY_WORD = {
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
-MAX_FOUND = 200
-"""Maximum number of repositories of each search."""
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedHead:
@@ -318,7 +312,7 @@ def find_heads(target: str) -> list[PublishedHead]:
         found = {
             model.id: model.downloads or 0
             for search in ({"filter": f"base_model:{target}"}, {"search": name})
-            for model in api.list_models(**search, limit=MAX_FOUND, sort="downloads")  # type: ignore[arg-type]
+            for model in api.list_models(**search, limit=200, sort="downloads")  # type: ignore[arg-type]
         }
     heads = []
     for repo_id, downloads in found.items():

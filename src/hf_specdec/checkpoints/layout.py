@@ -46,11 +46,6 @@ ROTARY_BUFFER = r"(.*\.)?rotary_emb\.inv_freq"
 """A buffer that old versions of transformers saved; it is computed from the config."""
 
 
-def own_tensors(head: Any) -> Tensors:
-    """Return the head's tensors by our names."""
-    return dict(head.state_dict())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A way to store a head: how it is recognised, where its fields and tensors are, and how it is written."""
@@ -65,9 +60,8 @@ class Layout:
     unmarked_by: tuple[str, ...] = ()  # regular expressions that match none
 
     # ---- reading
-    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = (
-        None  # our config, see `_empty_head`; None: it is stored as it is
-    )
+    # our config, see `_empty_head`; None: it is stored as it is
+    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = None
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout
     expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value
@@ -86,7 +80,7 @@ class Layout:
     format: str = ""  # name in `export_head`; "" if it is not written
     refusals: Callable[[Any], Mapping[str, bool]] = lambda head: {}  # reasons against a head, and whether each applies
     config_of: Callable[[Any], Fields] = lambda head: {}
-    tensors_of: Callable[[Any], Tensors] = own_tensors  # before `renames`
+    tensors_of: Callable[[Any], Tensors] = lambda head: head.state_dict()  # by our names, before `renames`
     readers: Callable[[Any], str] = lambda head: ""  # for the card: programs that read it, and how to use them
     file_name: str = "model.safetensors"
     holds: tuple[str, ...] = ()  # fields of `export.OWN_SETTINGS` that it can store
@@ -148,13 +142,8 @@ def assembled(
 ) -> Any:  # fmt: skip
     """Return a head with its tensors, on the CPU, in eval mode and in the smallest dtype that represents them all.
 
-    Args:
-        make: Creates the head, given the shapes of its tensors; called with the meta device as default.
-        file_names: Names in the files by our names.
-        files: The files.
-        where: Name of the checkpoint, for error messages.
-        complete: Adds tensors that are left implicit, see `Layout`.
-        mask: Name of the mask of the draft vocabulary (`t2d`) in the files; None if there is none.
+    `make` creates it on the meta device, given the shapes of its tensors; `file_names` are names in the files by our
+    names; `complete` is that of `Layout`; `mask` is the name of the mask of the draft vocabulary (`t2d`) in the files.
     """
     with _named_errors(where):
         planned = complete({

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from hf_specdec.checkpoints.draft_layers import base_model
 from hf_specdec.checkpoints.layout import Layout, Shapes, Tensors
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads.medusa import MedusaHeads
@@ -109,9 +108,9 @@ def _refusals(head: MedusaHeads) -> Mapping[str, bool]:
 
 
 def _config(head: MedusaHeads) -> Fields:
-    names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+    names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "base_model_name_or_path")
     fields = {name: getattr(head.config, name) for name in names} | {"medusa_fc_bias": True}  # vLLM's name
-    return {**fields, "version": "2" if head.config.shared_lm_head else "1", **base_model(head)}
+    return {**fields, "version": "2" if head.config.shared_lm_head else "1"}
 
 
 def _readers(head: MedusaHeads) -> str:

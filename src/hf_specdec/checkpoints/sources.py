@@ -26,11 +26,7 @@ CONNECT = "Connect to the Hub, or give the directory of a downloaded model."
 
 
 def head_directory(name: str | Path) -> Path | None:
-    """Return the directory of a head, with `~` expanded; None if the name may be a Hub id.
-
-    Raises:
-        CheckpointFormatError: The name is a file, or neither a directory nor can it be a Hub id.
-    """
+    """Return the directory of a head, with `~` expanded; None if the name may be a Hub id."""
     folder = _directory(name, "head", EXPECTED_HEAD)
     if folder is None and "/" not in str(name):  # the Hub has no heads without an owner
         raise CheckpointFormatError(
@@ -40,12 +36,7 @@ def head_directory(name: str | Path) -> Path | None:
 
 
 def model_directory(name: str) -> Path | None:
-    """Return the directory of a model, with `~` expanded; None if the name may be a Hub id.
-
-    Raises:
-        CheckpointFormatError: The name is a file, a directory without `config.json`, or neither a directory nor can it
-            be a Hub id.
-    """
+    """Return the directory of a model, with `~` expanded; None if the name may be a Hub id."""
     folder = _directory(name, "model", EXPECTED_MODEL)
     if folder is not None and not (folder / CONFIG_NAME).is_file():
         raise CheckpointFormatError(
@@ -114,15 +105,12 @@ class Folder:
         config = self.find(CONFIG_NAME)
         if config is not None:
             return read_json(config, error=CheckpointFormatError)
-        if self._was_interrupted():
+        if not isinstance(self, _Repository) and was_interrupted(self._folder, CONFIG_NAME):
             raise CheckpointFormatError(
                 f"Saving a head in {self.name} was interrupted: it may hold files of two heads.",
                 "Save the head again.",
             )
         raise CheckpointFormatError(f"There is no {CONFIG_NAME} in {self.name!r}.", EXPECTED_HEAD)
-
-    def _was_interrupted(self) -> bool:
-        return was_interrupted(self._folder, CONFIG_NAME)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -153,31 +141,24 @@ class _Repository(Folder):
         ):
             try:
                 path = Path(hf_hub_download(self.name, name, **self._download))
-            except hub_errors.EntryNotFoundError as error:
-                if not isinstance(error, hub_errors.LocalEntryNotFoundError):
-                    return None
-                offline = isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled)
-                if name != CONFIG_NAME and (offline or self._download.get("local_files_only")):
-                    return None  # the cache cannot distinguish "not downloaded" from "does not exist"
-                raise self._unreachable() from error
             except Exception as error:
-                if is_connection_error(error):
-                    raise self._unreachable() from error
-                raise
+                if isinstance(error, hub_errors.LocalEntryNotFoundError):
+                    offline = isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled)
+                    if name != CONFIG_NAME and (offline or self._download.get("local_files_only")):
+                        return None  # the cache cannot distinguish "not downloaded" from "does not exist"
+                elif isinstance(error, hub_errors.EntryNotFoundError):
+                    return None
+                if not is_connection_error(error):
+                    raise
+                raise CheckpointFormatError(
+                    f"No head was found at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
+                    "Connect to the Hub, or give the directory of a downloaded head.",
+                ) from error
         _check_hash(path)
         snapshot = path.parents[len(Path(self._download["subfolder"] or "").parts)]
         if snapshot.parent.name == "snapshots":
             self._download["revision"] = snapshot.name
         return path
-
-    def _was_interrupted(self) -> bool:
-        return False
-
-    def _unreachable(self) -> CheckpointFormatError:
-        return CheckpointFormatError(
-            f"No head was found at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
-            "Connect to the Hub, or give the directory of a downloaded head.",
-        )
 
 
 def _check_hash(path: Path) -> None:
@@ -228,11 +209,7 @@ CODE = "custom_generate"
 
 
 def check_new_head(folder: Path, *, replace: bool) -> None:
-    """Refuse to overwrite a head (unless `replace` is true), or files that are not a head's.
-
-    Raises:
-        InvalidConfigError: The directory is not empty (without `replace`), or holds other files than a head's.
-    """
+    """Refuse to overwrite a head (unless `replace` is true), or files that are not a head's."""
     existing = sorted(_names(folder)) if folder.is_dir() else []
     unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
     if existing and not replace:

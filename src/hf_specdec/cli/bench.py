@@ -104,9 +104,10 @@ def bench(
         check_places(place, drafter)
     with importing():
         from hf_specdec import bench as benchmark
-        from hf_specdec.bench.methods import split_method
+        from hf_specdec.bench.methods import ASSISTED, split_method
         from hf_specdec.cli.answers import dtype_of, head_for
-        from hf_specdec.generation.loading import load_model
+        from hf_specdec.drafters.draft_model import DraftModelDrafter
+        from hf_specdec.generation.loading import load_model, load_target
 
     benchmark.check_methods(names, assistant=has_assistant)
     questions = _questions(prompts, limit, per_category)
@@ -116,7 +117,13 @@ def bench(
         _check_assistant(assistant, model, names)
     with working("Loading the model"):
         lm, tokenizer = load_model(model, head, dtype)
-    settings = {} if assistant is None else _with_assistant(lm, tokenizer, assistant, dtype)
+    settings: dict[str, Any] = {}
+    if assistant is not None:
+        loaded, own = load_target(assistant, dtype)
+        settings[ASSISTED] = loaded.to(lm.device)
+        same = own.get_vocab() == tokenizer.get_vocab()
+        tokenizers = {} if same else {"tokenizer": tokenizer, "assistant_tokenizer": own}
+        lm.add_drafter(DraftModelDrafter(settings[ASSISTED], **tokenizers))
     rows = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -126,7 +133,18 @@ def bench(
             rows.append(row)
             progress.advance(task)
     summary = benchmark.summarise(rows)
-    _show(summary, rows, dtype_of(lm), source)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe
+        console = Console(width=120)
+    console.print(table_of(summary, f"weights in {dtype_of(lm)}", console))
+    if source is not None:
+        say(f"head: {source}")
+    for sentence in notes_of(summary, rows, dtype_of(lm)):
+        say(sentence)
+    warm_up = {row.method: row.warm_up_seconds for row in rows}
+    say("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
+    for warning in benchmark.warnings_of(rows):
+        say(f"warning: {warning}", err=True)
     if output is not None:
         document = {"environment": benchmark.environment(lm), "head": source, "summary": summary}
         document["measurements"] = [asdict(row) for row in rows]
@@ -181,43 +199,8 @@ def _check_assistant(assistant: str, model: str | None, names: Sequence[str]) ->
         )
 
 
-def _with_assistant(model: Any, tokenizer: Any, assistant: str, dtype: str) -> dict[str, Any]:
-    """Load the assistant model, add it to the target as a drafter, and return the `settings` of `measure`."""
-    from hf_specdec.bench.methods import ASSISTED
-    from hf_specdec.drafters.draft_model import DraftModelDrafter
-    from hf_specdec.generation.loading import load_target
-
-    loaded, own = load_target(assistant, dtype)
-    loaded = loaded.to(model.device)
-    same = own.get_vocab() == tokenizer.get_vocab()
-    tokenizers = {} if same else {"tokenizer": tokenizer, "assistant_tokenizer": own}
-    model.add_drafter(DraftModelDrafter(loaded, **tokenizers))
-    return {ASSISTED: loaded}
-
-
 MAX_WIDTH = 10_000
 """Columns in which every table fits."""
-
-FILE_WIDTH = 120
-"""Width of the printed table in characters if stdout is a file or a pipe."""
-
-
-def _show(summary: Sequence[dict[str, Any]], rows: Sequence[Measurement], dtype: str, head: str | None) -> None:
-    """Print the summary as a table on stdout, with the head's path or id if any; warm-up and warnings on stderr."""
-    from hf_specdec.bench import warnings_of
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
-    console.print(table_of(summary, f"weights in {dtype}", console))
-    if head is not None:
-        say(f"head: {head}")
-    for sentence in notes_of(summary, rows, dtype):
-        say(sentence)
-    warm_up = {row.method: row.warm_up_seconds for row in rows}
-    say("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
-    for warning in warnings_of(rows):
-        say(f"warning: {warning}", err=True)
 
 
 def notes_of(summary: Sequence[dict[str, Any]], rows: Sequence[Measurement], dtype: str) -> list[str]:

@@ -24,12 +24,9 @@ from hf_specdec.cli.answers import dtype_of, short_name
 from hf_specdec.cli.status import working
 from hf_specdec.generation.loading import encode
 from hf_specdec.generation.state import state_of
-from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
-from hf_specdec.viz.live import StepStreamer, TimedPiece
-
-WARMING_TOKENS = 8
-"""Tokens that both methods decode before the timed calls, so that one-time work is not timed."""
+from hf_specdec.viz.live import StepStreamer
+from hf_specdec.viz.text import ColoredText, Piece
 
 COMPILED_NOTE = (
     'The speculative run also used faster code for each forward (compile="auto"); plain generate() does not.'
@@ -37,9 +34,6 @@ COMPILED_NOTE = (
 
 WIDEST, NARROWEST = 120, 64
 """Columns of the whole race; in a terminal with fewer than `NARROWEST`, one panel stands above the other."""
-FRAMES_PER_SECOND = 10
-BORDERS = 4
-"""Columns of a panel's borders and padding."""
 
 
 class TimedAnswer(StepStreamer):
@@ -56,7 +50,7 @@ class TimedAnswer(StepStreamer):
         super().start()
         self.is_started = True
 
-    def add(self, piece: TimedPiece) -> None:
+    def add(self, piece: Piece) -> None:
         """Write the text of a piece."""
         self.write(piece.text)
 
@@ -84,11 +78,9 @@ class TimedAnswer(StepStreamer):
         if not self.pieces:
             waits = "reading the prompt" if self.is_started else "runs after the other, to have the machine to itself"
             return Text(waits, style="dim")
-        text, number = Text(), 0
-        for piece in list(self.pieces):
-            several = colored and piece.num_tokens > 1
-            text.append(piece.text, style=PALETTE[number % len(PALETTE)] if several else None)
-            number += several
+        text = Text()
+        for piece, color in ColoredText(tuple(self.pieces)).colors():
+            text.append(piece.text, style=color if colored else None)
         text.rstrip()
         return text
 
@@ -125,7 +117,7 @@ def prepare(model: Any, tokenizer: Any, prompt: str, method: str, max_new_tokens
         model.warmup(method, prompt_length=inputs["input_ids"].shape[1])
     with working("Warming up both methods", shown=shown):
         for speculative in (None, method):
-            few = min(WARMING_TOKENS, max_new_tokens)
+            few = min(8, max_new_tokens)
             model.generate(**inputs, max_new_tokens=few, do_sample=False, speculative=speculative)
 
 
@@ -200,7 +192,7 @@ class RacePanels:
     def render(self) -> RenderableType:
         """Return the panels as they are now."""
         is_wide = self._width >= NARROWEST
-        inside = (self._width // 2 if is_wide else self._width) - BORDERS
+        inside = (self._width // 2 if is_wide else self._width) - 4  # borders and padding
         plain, speculative = self._answers.values()
         texts = plain.text(colored=False), speculative.text(colored=True)
         lines = [text.wrap(self._console, inside) for text in texts]
@@ -231,7 +223,7 @@ def show_race(
     """Run the comparison, draw both answers while they grow, and print what it shows and what to try next."""
     plain, speculative = TimedAnswer(tokenizer), TimedAnswer(tokenizer)
     panels = RacePanels(console, plain, speculative, method)
-    drawn: dict[str, Any] = {"refresh_per_second": FRAMES_PER_SECOND, "vertical_overflow": "crop"}
+    drawn: dict[str, Any] = {"refresh_per_second": 10, "vertical_overflow": "crop"}
     with Live(get_renderable=panels.render, console=console, **drawn):
         result = run(model, tokenizer, prompt, method, max_new_tokens, plain, speculative)
     stats, ratio, dtype = result.speculation, result.speed_up, dtype_of(model)

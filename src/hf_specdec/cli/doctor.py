@@ -50,7 +50,7 @@ def env(as_json: Json = False) -> None:
         **{name: _version(name) for name in PACKAGES},
         "accelerators": torch.accelerator.device_count() if has_accelerator else 0,
         'compile="kernels"': f"yes ({instructions})" if instructions else f"no: {reason}",
-        'compile="inductor"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) found",
+        'compile="inductor"': "yes" if _has_compiler() else "no C++ compiler (g++ or clang++) found",
         'compile="cuda_graph"': "yes" if has_graphs else "not on this device",
         "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
         "methods": ", ".join(dict.fromkeys(("plain", *METHOD_NAMES, *known_methods()))),
@@ -75,9 +75,9 @@ def _kernels() -> tuple[str, str]:
         return "", str(error)
 
 
-def _compiler() -> str | None:
-    """Return the path of a C++ compiler for torch's inductor; None if none is found."""
-    return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
+def _has_compiler() -> bool:
+    """Whether there is a C++ compiler for torch's inductor."""
+    return any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
 def doctor(
@@ -146,7 +146,7 @@ def compile_hint(device: str) -> str:
         found, suffix = 'compile="cuda_graph" captures forwards as graphs', "cuda_graph"
     elif device == "cpu" and (instructions := _kernels()[0]):
         found, suffix = f'compile="kernels" runs forwards with CPU kernels ({instructions})', "kernels"
-    elif device == "cpu" and _compiler() is not None:
+    elif device == "cpu" and _has_compiler():
         found, suffix = 'compile="inductor" compiles forwards with PyTorch', "inductor"
     else:
         reason = ", because no C++ compiler (g++ or clang++) is found" if device == "cpu" else ""

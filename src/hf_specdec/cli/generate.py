@@ -48,7 +48,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Compare plain and speculative decoding on one prompt: speed, tokens per forward (tau), equal token ids."""
-    _check_prompt(prompt)
+    if not prompt.strip():
+        raise InvalidConfigError("The prompt is empty.")
     if method == "plain":
         raise typer.BadParameter(
             "it is always compared with plain decoding. Choose another method.", param_hint="--method"
@@ -130,8 +131,8 @@ def generate(
         if prompt is None:
             raise InvalidConfigError("No prompt was given.", "Give one, '-' to read standard input, or --interactive.")
         prompt = sys.stdin.read() if prompt == "-" else prompt
-    if prompt is not None:
-        _check_prompt(prompt)
+    if prompt is not None and not prompt.strip():
+        raise InvalidConfigError("The prompt is empty.")
     check_places(model, drafter)
     with importing(shown=not as_json):
         import torch
@@ -158,8 +159,3 @@ def _check_unused(given: dict[str, Any], when: str, hint: str) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidConfigError(f"{name} has no effect {when}.", hint)
-
-
-def _check_prompt(prompt: str) -> None:
-    if not prompt.strip():
-        raise InvalidConfigError("The prompt is empty.")

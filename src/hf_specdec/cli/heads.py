@@ -32,8 +32,6 @@ SHIPPED_NAMES = {"eagle": SHIPPED_HEAD.name, "dflash": "smollm2-135m-instruct-df
                  "medusa": "smollm2-135m-instruct-medusa"}  # fmt: skip
 """Directories of the shipped heads, by method."""
 
-REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
-
 HeadArgument = Annotated[
     str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any supported layout.")
 ]
@@ -63,7 +61,8 @@ def find(
             use = f"Use one: hf-specdec generate --method {next(iter(shipped))} 'Why is the sky blue?'"
             typer.echo(f"Heads for {HUB_ID}, by method:\n{lines}\n{use}")
         else:
-            typer.echo(f"Heads for {HUB_ID} are in the repository:\n  git clone --depth 1 {REPOSITORY}")
+            clone = "git clone --depth 1 https://github.com/hf-specdec/hf-specdec"
+            typer.echo(f"Heads for {HUB_ID} are in the repository:\n  {clone}")
         return
     with working("Searching the Hub", shown=not as_json):
         from huggingface_hub.utils import logging

@@ -146,16 +146,10 @@ PYDANTIC_WORDS = (
 )
 """Patterns in pydantic's messages, with which typer describes an invalid value, and what is shown instead."""
 
-QUOTED_PROMPT = "Put the prompt in quotes: hf-specdec generate 'Why is the sky blue?'"
-"""What to do about further words after the prompt of `hf-specdec generate`."""
-
 OPTION_VALUES = {"--json": "results.json", "--plot": "plot.png", "--model": "org/model", "--drafter": "org/head",
           "--prompts": "prompts.jsonl", "--data": "data", "--output": "head", "--method": "auto",
           "--methods": "plain,auto", "--prompt": "'Why is the sky blue?'"}  # fmt: skip
 """A valid value of options that are easily given without one; `--json` takes a value in `bench` only."""
-
-SIMILAR = 0.7
-"""Similarity from which an option is proposed instead of an unknown one; below, they are rarely what was meant."""
 
 
 def in_words(error: typer.TyperException) -> str:
@@ -177,7 +171,9 @@ def in_words(error: typer.TyperException) -> str:
         return printable(_no_such_option(error, context))
     extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message, flags=re.DOTALL)
     if extra:
-        hint = QUOTED_PROMPT if context.command.name == "generate" else f"{context.get_usage()}."
+        hint = f"{context.get_usage()}."
+        if context.command.name == "generate":
+            hint = "Put the prompt in quotes: hf-specdec generate 'Why is the sky blue?'"
         return printable(f"The argument {extra[1]!r} is one too many. {hint}")
     if message.startswith("Missing argument"):
         return f"{sentence(message)} {context.get_usage()}."
@@ -193,7 +189,7 @@ def _no_such_option(error: Any, context: typer.Context) -> str:
     """Describe an unknown option: name the most similar one, or the argument that it stands for."""
     name, params = error.option_name, context.command.params
     known = [option for param in params for option in param.opts if option.startswith("--")]
-    near = nearest(name, known, cutoff=SIMILAR)
+    near = nearest(name, known, cutoff=0.7)  # less similar ones are rarely what was meant
     arguments = [piece.strip("[]") for piece in context.command.collect_usage_pieces(context)]
     if name.lstrip("-").upper() in arguments:
         return f"There is no option {name}: it is an argument. {context.get_usage()}."

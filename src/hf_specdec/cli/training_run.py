@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,11 @@ from hf_specdec.cli.status import working
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError, listed
 from hf_specdec.generation.loading import load_config, load_target, load_tokenizer
 from hf_specdec.heads.card import RUN_PICTURE
-from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
-from hf_specdec.heads.eagle import EagleConfig, EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.head import portable_name
-from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.feature_store import check_features_folder
 from hf_specdec.training.objectives import check_full_attention
 from hf_specdec.training.run_setup import RUN_NAME, processes
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
     from hf_specdec.training import Conversation
     from hf_specdec.training.feature_store import TrainingData
-
-MAX_LOG_BYTES = 256 * 2**20
-"""Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""
 
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
 """By default, one in 20 conversations is held out for evaluation, but no more than 64."""
@@ -95,47 +92,38 @@ class HeadKind:
 
     loaded: Any  # class of the heads that can be continued, or a union of classes
     named: str  # the same in words, for an error message
-    head: type[Head]
-    config: Any  # has `for_target`
+    head: Any  # class of new heads
     recipe: Callable[[Any], Any]  # the default training recipe of a head
     train: Callable[..., Any]
-    start: Callable[[Any, PreTrainedModel], str | None]  # copies weights of the target into a new head; what to tell
-    defaults: tuple[tuple[str, Any], ...] = ()  # config fields of new heads that differ from the config's defaults
-
-
-def _start_medusa(heads: MedusaHeads, target: Any) -> None:
-    heads.start_from(target.get_output_embeddings())
-
-
-def _start_eagle3(head: Eagle3Head, target: Any) -> str:
-    misfits = training.start_from_target(head, target)
-    return _started(misfits, "the target's lm_head, final norm and second-to-last layer")
-
-
-def _start_block(head: DFlashHead, target: Any) -> str:
-    """Copy weights of the target, and let the first layer read the last token."""
-    misfits = training.start_block_from_target(head, target)
-    if not misfits:
-        training.start_first_layer(head, target)
-    return _started(misfits, "the last layers and the final norm of the target")
-
-
-def _started(misfits: Sequence[str], copied: str) -> str:
-    random = f"random weights: the target's {', '.join(misfits)} do not fit"
-    return f"The head starts from {random if misfits else copied}."
 
 
 HEAD_KINDS = {
-    "medusa": HeadKind(MedusaHeads, "Medusa heads", MedusaHeads, MedusaConfig,
-                       lambda _: training.MedusaTrainingConfig(), training.train_medusa, _start_medusa),
-    "eagle": HeadKind(EagleHead | Eagle3Head, "an EAGLE head", EagleHead, EagleConfig,
-                      training.EagleTrainingConfig.for_head, training.train_eagle, lambda *_: None,
-                      defaults=(("bias", False),)),
-    "eagle3": HeadKind(EagleHead | Eagle3Head, "an EAGLE head", Eagle3Head, Eagle3Config,
-                       training.EagleTrainingConfig.for_head, training.train_eagle, _start_eagle3),
-    "dflash": HeadKind(DFlashHead, "a block head", DFlashHead, DFlashConfig,
-                       lambda _: training.DFlashTrainingConfig(), training.train_dflash, _start_block),
+    "medusa": HeadKind(MedusaHeads, "Medusa heads", MedusaHeads, lambda _: training.MedusaTrainingConfig(),
+                       training.train_medusa),
+    "eagle": HeadKind(EagleHead | Eagle3Head, "an EAGLE head", EagleHead, training.EagleTrainingConfig.for_head,
+                      training.train_eagle),
+    "eagle3": HeadKind(EagleHead | Eagle3Head, "an EAGLE head", Eagle3Head, training.EagleTrainingConfig.for_head,
+                       training.train_eagle),
+    "dflash": HeadKind(DFlashHead, "a block head", DFlashHead, lambda _: training.DFlashTrainingConfig(),
+                       training.train_dflash),
 }  # fmt: skip
+
+
+def _start(head: Head, target: Any) -> None:
+    """Copy weights of the target into a new head that has parts of the same kind, and print what was copied."""
+    if isinstance(head, MedusaHeads):
+        head.start_from(target.get_output_embeddings())
+    elif isinstance(head, Eagle3Head | DFlashHead):
+        copied = "the target's lm_head, final norm and second-to-last layer"
+        if isinstance(head, Eagle3Head):
+            misfits = training.start_from_target(head, target)
+        else:
+            copied = "the last layers and the final norm of the target"
+            misfits = training.start_block_from_target(head, target)
+            if not misfits:
+                training.start_first_layer(head, target)
+        random = f"random weights: the target's {', '.join(misfits)} do not fit"
+        _note(f"The head starts from {random if misfits else copied}.")
 
 
 def _head_to_train(kind: HeadKind, options: TrainOptions, fields: dict[str, Any], path: str | None) -> Any:
@@ -147,7 +135,8 @@ def _head_to_train(kind: HeadKind, options: TrainOptions, fields: dict[str, Any]
     target_config = load_config(options.model)
     text_config = target_config.get_text_config(decoder=True)
     if options.initial_head is None:
-        config = kind.config.for_target(target_config, **{**dict(kind.defaults), **fields})
+        defaults = {"bias": False} if kind.head is EagleHead else {}
+        config = kind.head.config_class.for_target(target_config, **{**defaults, **fields})
         with torch.device("meta"):
             planned = kind.head(copy.deepcopy(config))
         planned.check_sizes(text_config)
@@ -232,9 +221,7 @@ def train_head(
         training.check_same_run(output, training.run_facts(head, config, [len(one.input_ids) for one in opened]))
     target, tokenizer = load_training_target(options.model, options.dtype, shown=not options.as_json)
     if is_new and not random_start:
-        told = kind.start(head, target)
-        if told is not None:
-            _note(told)
+        _start(head, target)
     measured: TrainingData | None = None
     if saved_model is None:
         own: tuple[int, ...] = getattr(head, "feature_layers", ())  # Medusa heads read that of the labels only
@@ -313,7 +300,7 @@ def _save_head(head: Head, output: Path, as_json: bool) -> None:
 
     Draws nothing without matplotlib, or if the log has no accuracies.
     """
-    log = records.read_json(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
+    log = records.read_json(output / "trainer_state.json", 256 * 2**20)["log_history"]  # training adds entries
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
         _note(f"{RUN_PICTURE} was not drawn. Run: pip install matplotlib")

@@ -54,11 +54,9 @@ COMMON_COLORS = 3
 
 
 def drafter_colors(names: Iterable[str], colors: Colors) -> dict[str, str]:
-    """Return a colour for each drafter of a plot: its own, or one that is free in this plot.
+    """Return a colour for each drafter, or other label, of a plot: its own, or one that is free in this plot.
 
-    Args:
-        names: Names of the drafters, or other labels.
-        colors: The theme's colours; they repeat if there are more names.
+    Colours repeat if there are more names.
     """
     wanted = sorted(set(names))
     places = {name: DRAFTER_COLORS[name] for name in wanted if name in DRAFTER_COLORS}

@@ -211,12 +211,8 @@ class DFlashObjective(Objective):
     def _predicted(self, states: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
         """Find the places at which the target is compared: one per token, although several blocks predict the same.
 
-        Args:
-            states: `[B, T, D]` the target's hidden states after the final norm.
-            blocks: The blocks.
-
-        Returns:
-            `[P, D]` the states at these places, and `[M]` the place of each drafted token.
+        Given the target's states after the final norm `[B, T, D]`, returns those at these places `[P, D]`, and the
+        place of each drafted token `[M]`.
         """
         depth = blocks.counted.shape[2]
         places = blocks.anchors[:, :, None] + torch.arange(depth, device=states.device)

@@ -26,20 +26,11 @@ T = TypeVar("T")
 TOKEN_ID_LIMIT = 2**31
 """Exclusive upper bound of token ids, which are stored in 32 bits."""
 
-ROWS_AT_ONCE = 256
-"""Rows of a parquet file read at a time."""
-
 MAX_SKIPPED_SHARE = 0.01
 """Largest share of a source's rows that is skipped because they cannot be read."""
 
-ROWS_BEFORE_GIVING_UP = 1000
-"""Number of rows as whose share errors count at least, until the end of the source: reading stops at the eleventh."""
-
 NGRAM_SIZE = 8
 """Tokens per n-gram compared to find near-duplicates."""
-
-INVENTED = "invented"
-"""`Prompt.source` of prompts that the model invents."""
 
 DataRow = dict[str, Any]
 """Values of a row by field name."""
@@ -75,7 +66,7 @@ def read_each(
 
     def skip(error: InvalidConfigError) -> None:
         failed.append(str(error))
-        check(max(len(found) + len(failed), ROWS_BEFORE_GIVING_UP))
+        check(max(len(found) + len(failed), 1000))  # before the end of the source, reading stops at the eleventh
 
     for place, row in read_rows(source, split=split, refuse=skip):
         if limit is not None and len(found) == limit:
@@ -95,12 +86,9 @@ def read_rows(
 ) -> Iterator[tuple[str, DataRow]]:
     """Yield pairs of a row's location (file and line or row number, for error messages) and the row.
 
-    Args:
-        source: A `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
-            `distill`, or a name or directory for `datasets.load_dataset`. Empty lines are skipped.
-        split: Split to load with `datasets.load_dataset`.
-        refuse: Called with the error of a row of a JSON file that is not an object, which is then skipped; None
-            raises it.
+    A source is a `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
+    `distill`, or a name or directory for `datasets.load_dataset`. `refuse` is called with the error of a row of a JSON
+    file that is not an object, which is then skipped; None raises it.
     """
     path = existing_path(source)
     options = {} if refuse is None else {"refuse": refuse}
@@ -134,7 +122,7 @@ def _rows_of_dataset(
     for file in files:  # read directly: datasets would copy them to its cache first
         open_regular(file).close()
         number = 0
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=ROWS_AT_ONCE):
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file}, row {number}", _without_nulls(row)
@@ -293,7 +281,7 @@ class Prompt:
 
 def invented_prompts(count: int) -> list[Prompt]:
     """Return `count` empty prompts, for which the model invents a user turn or, without a chat template, a text."""
-    return [Prompt((), INVENTED)] * count
+    return [Prompt((), "invented")] * count
 
 
 def read_prompts(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[Prompt]:

@@ -37,9 +37,6 @@ SETTINGS = ".distill.json"
 MAX_TEMPERATURE = 1000
 """Maximum temperature; sampling is practically uniform there."""
 
-MOST_TOKENS = 2**31
-"""Largest value of all other settings."""
-
 MARK = "USER-TURN-8d1f"
 """Placeholder for the user's text, to find its position in the output of the chat template."""
 
@@ -77,7 +74,7 @@ class DistillConfig:
         check_settings(
             self,
             {"seed": (-(2**63), 2**63), "invention_temperature": (0, MAX_TEMPERATURE)},
-            otherwise=(1, MOST_TOKENS),
+            otherwise=(1, 2**31),
         )
         numbers = all(isinstance(value, int | float) and 0 <= value <= MAX_TEMPERATURE for value in self.temperatures)
         if not self.temperatures or not numbers:
@@ -200,13 +197,7 @@ def _write_part(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: int) -> None:
-    """Check, before the model is loaded, that there are prompts and that the tokenizer can encode what is asked for.
-
-    Args:
-        prompts: The prompts of `distill`.
-        tokenizer: The target's tokenizer.
-        num_turns: User turns per conversation.
-    """
+    """Check, before the model is loaded, that there are prompts, and that the tokenizer can encode what is asked."""
     if isinstance(prompts, str):
         raise InvalidConfigError(
             "`prompts` must be a list of prompts, got one text.", "Pass [text], or read_prompts(path) for a file."

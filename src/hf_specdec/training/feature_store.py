@@ -40,13 +40,9 @@ INDEX = "features.json"
 
 @torch.no_grad()
 def target_features(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
-    """Return the features `[B, T, layers * D]` of right-padded conversations in the target's dtype.
+    """Return the features `[B, T, layers * D]` of right-padded conversations `[B, T]` in the target's dtype.
 
-    Args:
-        model: The target.
-        input_ids: `[B, T]`.
-        lengths: `[B]` number of tokens without padding.
-        layers: Indices of hidden states, numbered as in `verification.features.Features`.
+    `lengths` `[B]` are without padding, and `layers` numbered as in `verification.features.Features`.
     """
     device = execution_device(model)
     mask = torch.arange(input_ids.shape[1], device=device) < lengths.to(device)[:, None]
@@ -107,11 +103,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
         return FeatureStore(self.folder, answer_tokens)
 
     def select(self, layers: Sequence[int]) -> FeatureStore:
-        """Return the same dataset with the features of these layers, in their order; without layers, of all.
-
-        Raises:
-            InvalidConfigError: A layer was not captured.
-        """
+        """Return the same dataset with the features of these layers, in their order; without layers, of all."""
         if any(layer not in self.layers for layer in layers):
             raise InvalidConfigError(
                 f"Features of the layers {list(self.layers)} were captured, but this head reads {list(layers)}.",
@@ -174,9 +166,6 @@ def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
     Args:
         data: Conversations or captured features.
         answer_tokens: Number of tokens of each answer; 0 returns `data` unchanged.
-
-    Raises:
-        InvalidConfigError: `data` is something else.
     """
     conversations = isinstance(data, Sequence) and all(isinstance(row, Conversation) for row in data)
     if not conversations and not isinstance(data, FeatureStore):

@@ -241,15 +241,9 @@ class Medusa2Objective(MedusaObjective):
 
 
 def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Find the answer token that each head is trained to predict at each position.
+    """Return whether x[t+2+k] is an answer token, bool `[B, T, K]`, and its index among the batch's, `[B, T, K]`.
 
-    Args:
-        loss_mask: `[B, T]` True at answers. The first token of a row is ignored: no feature precedes it.
-        num_heads: K.
-
-    Returns:
-        `[B, T, K]` bool: whether x[t+2+k] is an answer token. `[B, T, K]` long: its index among the batch's answer
-        tokens, or 0 if it is not one.
+    The index is 0 if it is not one. The first token of a row is ignored: no feature precedes it.
 
     Example: mask [[0, 1, 1, 1]], K = 2 gives [[[1, 1], [1, 0], [0, 0], [0, 0]]] and [[[1, 2], [2, 0], ...]].
     """

@@ -32,9 +32,6 @@ LIMITS = {
 }  # fmt: skip
 """Smallest and largest value of settings. After the maximum of 64 steps, 2**64 is still a finite float32."""
 
-OTHER_LIMITS = (0, 10**6)
-"""Smallest and largest value of all other settings."""
-
 NONZERO = ("head_decay", "slot_decay", "head_weight", "learning_rate_multiplier")
 """Settings that must be above 0."""
 
@@ -46,12 +43,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Base class for the settings of an objective.
-
-    Args:
-        answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
-            repeat themselves, which is easy to predict; their beginnings are not.
-    """
+    """Base class for the settings of an objective; each documents `answer_tokens`."""
 
     answer_tokens: int = field(default=0, kw_only=True)
 
@@ -59,17 +51,13 @@ class Recipe:
         check_settings(self, LIMITS)
 
     def changed(self: AnyRecipe, /, **fields: Any) -> AnyRecipe:
-        """Return a copy with new values of the given fields.
-
-        Raises:
-            InvalidConfigError: A field is unknown, or a value has the wrong type or is out of range.
-        """
+        """Return a copy with new values of the given fields."""
         check_known(f"The recipe {type(self).__name__}", fields, list(asdict(self)))
         return replace(self, **fields)
 
 
 def check_settings(
-    settings: Any, limits: Mapping[str, tuple[int, int]], otherwise: tuple[int, int] = OTHER_LIMITS
+    settings: Any, limits: Mapping[str, tuple[int, int]], otherwise: tuple[int, int] = (0, 10**6)
 ) -> None:
     """Check that the numbers and booleans of a dataclass have the type of their defaults and are within limits."""
     for setting in fields(settings):
@@ -127,10 +115,8 @@ class HeadLoss:
 class Tally:
     """Accumulator for the counts of one batch, which is measured depth by depth.
 
-    Args:
-        places: Bool tensor with one element per position; its values are not used.
-        target: The frozen target.
-        ranks: R, number of top drafted tokens to compare with the target's greedy choice; 0 measures nothing.
+    `places` is a bool tensor with one element per position, whose values are not used. The `ranks` top drafted tokens
+    (R) are compared with the target's greedy choice; 0 measures nothing.
     """
 
     def __init__(self, places: Tensor, target: TargetReader, ranks: int) -> None:
@@ -143,10 +129,8 @@ class Tally:
     def add(self, known: Tensor, logits: Tensor, states: Tensor, following: Tensor) -> None:
         """Measure the next depth, at the M positions where `known`, shaped like `places`, is True.
 
-        Args:
-            logits: `[M, Vd]` the head's logits.
-            states: `[M, D]` hidden states after the final norm, from which the target predicts the same tokens.
-            following: `[M]` the text's tokens; if the target chooses others, later depths are not in `chains`.
+        Given are the head's logits `[M, Vd]`, the states after the final norm `[M, D]` from which the target predicts
+        the same tokens, and the text's tokens `[M]`: if the target chooses others, later depths are not in `chains`.
         """
         if not self._ranks:
             return

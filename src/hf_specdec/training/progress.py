@@ -12,17 +12,11 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-HIDDEN_COLUMNS = ("total_flos", "epoch")
-"""Log values left out of the table; the bar already shows the progress."""
-
 COLUMN_WIDTH = 9
 """Minimum width of a column in characters."""
 
 HEADINGS = {"learning_rate": "rate", "grad_norm": "gradient", "predicted_tau": "tau"}
 """Headings of log values whose names are too long."""
-
-TICK_SECONDS = 1.0
-"""Seconds between two updates of a bar's clock."""
 
 
 class TableCallback(TrainerCallback):
@@ -48,7 +42,8 @@ class TableCallback(TrainerCallback):
 
         Only the main process prints; other log entries are left out.
         """
-        values = {name: value for name, value in (logs or {}).items() if name not in HIDDEN_COLUMNS}
+        hidden = ("total_flos", "epoch")  # the bar shows the progress
+        values = {name: value for name, value in (logs or {}).items() if name not in hidden}
         if self._bar is None or not state.is_world_process_zero:
             return
         if "eval_tau" in values:
@@ -96,7 +91,7 @@ def ticking(bar: Any) -> Iterator[None]:
     ended = Event()
 
     def redraw() -> None:
-        while not ended.wait(TICK_SECONDS):
+        while not ended.wait(1.0):
             bar.refresh()
 
     thread = Thread(target=redraw, daemon=True)

@@ -51,27 +51,12 @@ def check_processes(arguments: TrainingArguments) -> None:
 
 # --------------------------------------------------------------------------------------------------------- arguments
 
-MAX_VALUE = 10**9
-"""Largest value accepted for numeric training arguments other than seeds."""
-
-MAX_SEED = 2**32 - 1
-"""Largest seed that numpy accepts."""
-
-MAY_BE_NEGATIVE = {"max_steps": -1, "local_rank": -1}
-"""Minimum of the arguments for which -1 has a meaning in transformers; the minimum of all others is 0."""
-
 POSITIVE = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "per_device_train_batch_size",
             "per_device_eval_batch_size", "gradient_accumulation_steps")  # fmt: skip
 """Arguments that must be greater than 0."""
 
-JSON_ARGUMENTS = ("accelerator_config", "fsdp_config", "deepspeed")
-"""Arguments given as an object, as JSON text or as the path of a JSON file; transformers reads text and file."""
-
 WARM_UP = 0.03
 """Fraction of the run, at its start, during which the learning rate rises."""
-
-SAVE_STEPS = 100
-"""Default number of optimiser steps between checkpoints, and between evaluations on held-out conversations."""
 
 
 def head_arguments(
@@ -96,7 +81,7 @@ def head_arguments(
     processes()  # first: transformers would create the process group with its own settings
     given: dict[str, Any] = {
         "output_dir": str(output), "lr_scheduler_type": "cosine", "warmup_steps": WARM_UP, "adam_beta2": 0.95,
-        "max_grad_norm": 0.5, "logging_steps": 10, "save_steps": SAVE_STEPS, "save_total_limit": 2,
+        "max_grad_norm": 0.5, "logging_steps": 10, "save_steps": 100, "save_total_limit": 2,
         "report_to": "none", "disable_tqdm": False, "train_sampling_strategy": "group_by_length",
         "ddp_find_unused_parameters": False,
         "ddp_timeout": int(PROCESS_TIMEOUT.total_seconds()), "use_cpu": not torch.accelerator.is_available(),
@@ -116,16 +101,16 @@ def head_arguments(
     for name, value in given.items():
         kinds = set(typing.get_args(hints.get(name))) or {hints.get(name)}
         if kinds <= {int, float, bool, type(None)}:
-            maximum = MAX_SEED if name in ("seed", "data_seed") else MAX_VALUE
-            limits = MAY_BE_NEGATIVE.get(name, 0), maximum
+            maximum = 2**32 - 1 if name in ("seed", "data_seed") else 10**9  # the largest seed of numpy
+            limits = -1 if name in ("max_steps", "local_rank") else 0, maximum  # -1 has a meaning there
             check_number(f"The training argument `{name}`", value, kinds, limits, nonzero=name in POSITIVE)
-        if name in JSON_ARGUMENTS:
+        if name in ("accelerator_config", "fsdp_config", "deepspeed"):
             if not isinstance(value, str | dict | None):  # transformers would open an integer as a file descriptor
                 raise InvalidConfigError(
                     f"The training argument `{name}` must be the path of a JSON file or an object, "
                     f"got {shortened(value)}."
                 )
-            if isinstance(value, str) and not value.lstrip().startswith("{"):
+            if isinstance(value, str) and not value.lstrip().startswith("{"):  # transformers reads text and file
                 read_json(Path(value))
     try:
         arguments = TrainingArguments(**given)
@@ -154,9 +139,6 @@ def check_number(what: str, value: Any, kinds: set[Any], limits: tuple[int, int]
 
 MAX_STATE_BYTES = 32 * 2**20
 """Maximum size of a state file in bytes; fits a log of 100,000 lines or an index of a million conversations."""
-
-MAX_NUMBER = 1e30
-"""Exclusive upper bound of the numbers in a state file; the largest is a run's count of floating-point operations."""
 
 RUN_NAME = "run.json"
 """Name of the file in the output directory that holds the `run_facts` of the run."""
@@ -195,11 +177,8 @@ def read_state(path: Path, folder: Path) -> Fields:
 def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
     """Check that the checkpoints in a directory belong to the run with these facts (see `run_facts`).
 
-    Nothing is checked if the directory has no complete checkpoint or no file `run.json`.
-
-    Raises:
-        InvalidConfigError: They belong to another run (the message names up to four differences), or the file is
-            damaged.
+    The error names up to four differences. Nothing is checked if the directory has no complete checkpoint or no file
+    `run.json`.
     """
     path = folder / RUN_NAME
     if last_checkpoint(folder) is None or not path.exists():
@@ -291,7 +270,7 @@ def _fault_of(checkpoint: Path) -> str | None:
         state.global_step == _step_of(checkpoint)
         and isinstance(rows, list)
         and all(isinstance(row, dict) for row in rows)
-        and all(is_number(value) and 0 <= value < MAX_NUMBER for value in numbers)
+        and all(is_number(value) and 0 <= value < 1e30 for value in numbers)
         and (best is None or (isinstance(best, str) and Path(best).name.startswith("checkpoint-")))
     )
     return None if sound else f"{path.name} has missing or invalid fields."

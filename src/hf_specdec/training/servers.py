@@ -39,9 +39,6 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_ERROR_BYTES = 4096
 """Maximum number of bytes kept of an error response, of which only the message is shown."""
 
-CONNECT_SECONDS = 10.0
-"""Timeout in seconds of one attempt to connect; a request that allows less time uses its own timeout."""
-
 COUNT_LIMIT = 2**31
 """Exclusive upper bound of the token counts that a server sends, and of the seeds that it accepts."""
 
@@ -64,11 +61,9 @@ URL_HINT = "Give the base URL of an OpenAI-compatible server, such as http://loc
 class AnswerError(SpeculativeDecodingError):
     """Raised or returned if a request to a server failed or its answer cannot be used.
 
-    Args:
-        reason: Short category; dropped answers are counted per reason.
-        detail: What was wrong, such as the value that the server sent; shortened to one line.
-        is_answer: True if the server sent an unusable answer or rejected the prompt (`REFUSALS`); False if the request
-            failed: timeout, no connection or another HTTP error.
+    Dropped answers are counted per `reason`; `detail`, such as the value that the server sent, is shortened to a line.
+    `is_answer` is False if the request failed (timeout, no connection, an HTTP error not in `REFUSALS`); otherwise the
+    server sent an unusable answer or rejected the prompt.
     """
 
     def __init__(self, reason: str, detail: str = "", *, is_answer: bool = True) -> None:
@@ -248,11 +243,7 @@ class ServerTeacher(Teacher):
         """Append the end token if it is missing; return an error if it is unknown, not last, or the length is wrong.
 
         If the server sends ids and stops at a token that is not in `end_ids`, the token is added to `end_ids`.
-
-        Args:
-            ids: Token ids of the answer.
-            reply: What the server sent.
-            offset: 1 if the server counts an end token that it does not send, else 0.
+        `offset` is 1 if the server counts an end token that it does not send, else 0.
         """
         if reply.num_tokens != len(ids) + (offset if reply.ended else 0):
             return AnswerError("length differs from the server's token count", f"{reply.num_tokens}, not {len(ids)}")
@@ -400,7 +391,7 @@ class _Connection:
             return openai.AsyncOpenAI(
                 base_url=url,
                 api_key=api_key,
-                timeout=openai.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
+                timeout=openai.Timeout(timeout, connect=min(10.0, timeout)),
                 default_headers={"Accept-Encoding": "identity"},  # a small compressed body can expand without limit
                 http_client=LimitedClient(follow_redirects=False),  # prompts must go only to the given URL
             )
@@ -415,8 +406,7 @@ class _Connection:
     ) -> list[Any]:
         """Call a method of the client with the arguments of each request, up to `num_requests` at a time.
 
-        Returns:
-            What `read` makes of each response body, or an `AnswerError` if the request failed or `read` raised it.
+        Returns what `read` makes of each response body, or an `AnswerError` if the request failed or `read` raised it.
         """
 
         async def request_all() -> list[Any]:
@@ -478,10 +468,8 @@ async def _read_limited(response: Any) -> Any:
     """Read the body of a streamed response, up to a limit, and return it as a new response of the same class.
 
     The new response has only the headers that `openai` needs. If the status is not 200, the body is cut at
-    `MAX_ERROR_BYTES`. The address of a redirect is put before the body.
-
-    Raises:
-        AnswerError: The status is 200 and the body is larger than `MAX_BODY_BYTES`.
+    `MAX_ERROR_BYTES`; else a body larger than `MAX_BODY_BYTES` is an `AnswerError`. The address of a redirect is put
+    before the body.
     """
     is_error, body = response.status_code != 200, bytearray()
     if "location" in response.headers:

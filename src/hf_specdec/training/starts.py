@@ -17,9 +17,6 @@ from hf_specdec.training.feature_store import target_features
 from hf_specdec.validation import check_type
 from hf_specdec.verification.model import execution_device, find_backbone, text_config
 
-OLD_SHARE = 0.3
-"""Part of the old weights of `fc` that is kept, in addition to the identity on one of the features."""
-
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
@@ -101,9 +98,9 @@ def start_block_from_target(head: DFlashHead, model: PreTrainedModel) -> tuple[s
 
 
 def _start_fc(weight: Tensor, number: int) -> None:
-    """Add the identity on one of the features that `fc` reads to a part of its old weights."""
+    """Set the weights of `fc` to the identity on one of the features that it reads, plus 0.3 times the old ones."""
     size = len(weight)
-    weight.mul_(OLD_SHARE)
+    weight.mul_(0.3)
     weight[:, number * size : (number + 1) * size] += torch.eye(size, dtype=weight.dtype, device=weight.device)
 
 
@@ -143,11 +140,8 @@ def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str],
     """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
 
     The additional columns read the token embedding. If `head_dim` is given, the layers are key and value projections:
-    if the head has more key heads than the target, each is copied several times.
-
-    Returns:
-        Whether all were copied. False if a layer is missing, has another size, or only one of the two has a bias; the
-        layers before it have then been copied.
+    if the head has more key heads than the target, each is copied several times. Returns whether all were copied:
+    False if a layer is missing, has another size, or only one of the two has a bias; those before it are then copied.
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
@@ -196,15 +190,6 @@ SAMPLE_ROWS = 24
 
 SAMPLE_LENGTH = 256
 """Tokens of each."""
-
-FIRST_TOKENS = 4
-"""Tokens of each whose features are not used: those of the first tokens of a text are far from all others."""
-
-NUM_EMBEDDINGS = 16_384
-"""Number of token embeddings, evenly spaced, from which directions are estimated."""
-
-RIDGE = 0.01
-"""Strength of the regularisation of the least-squares problems, relative to the number of equations."""
 
 FREQUENCIES = 0.003, 0.5
 """Rotary frequencies, in radians per position, on which a score must depend to fall with the distance of a token."""
@@ -295,13 +280,13 @@ def _read_sample(head: DFlashHead, model: PreTrainedModel) -> _Sample:
     ids = known[torch.randint(len(known), (SAMPLE_ROWS, SAMPLE_LENGTH), dtype=torch.long, device="cpu")].to(device)
     lengths = torch.full((SAMPLE_ROWS,), SAMPLE_LENGTH, dtype=torch.long, device=device)
     weight = head.fc.weight
-    parts = [
-        head.fc(target_features(model, row[None], length[None], head.feature_layers)[0, FIRST_TOKENS:].to(weight))
+    parts = [  # without the first tokens of a text, whose features are far from all others
+        head.fc(target_features(model, row[None], length[None], head.feature_layers)[0, 4:].to(weight))
         for row, length in zip(ids, lengths, strict=True)
     ]
     fused = torch.cat(parts).float()
     sizes = fused.square().mean(-1).sqrt()
-    some = known[:: max(len(known) // NUM_EMBEDDINGS, 1)].to(device)
+    some = known[:: max(len(known) // 16_384, 1)].to(device)
     tokens = head.embedding_for(model)(torch.cat([some, some.new_tensor([head.config.mask_token_id])])).to(fused)
     tokens = tokens / tokens.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
     context = head.hidden_norm(fused.to(weight)).float()
@@ -311,7 +296,7 @@ def _read_sample(head: DFlashHead, model: PreTrainedModel) -> _Sample:
 def _fitted(*wanted: tuple[Tensor, float]) -> Tensor:
     """Return the linear function `[D]` that is nearest to the values wanted of rows `[N, D]`; sets weigh alike."""
     like = wanted[0][0]
-    square = RIDGE * len(wanted) * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    square = 0.01 * len(wanted) * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
     right = torch.zeros_like(like[0])
     for rows, value in wanted:
         square = square + rows.T @ rows / len(rows)

@@ -45,9 +45,6 @@ from hf_specdec.training.run_setup import (
 from hf_specdec.validation import check_type
 from hf_specdec.verification.model import text_config
 
-HELD_OUT_TAU = "greedy chains on held-out conversations"
-"""Key of the tau (tokens per target forward) on held-out conversations in `head.config.tau`."""
-
 
 class SeededLengthSampler(LengthGroupedSampler):
     """Sampler that puts conversations of similar length in one batch, in a random order given by seed and epoch.
@@ -310,18 +307,12 @@ def _describe_run(objective: Objective, trainer: HeadTrainer) -> None:
         **({"predicted tau at the end, on training batches": round(taus[-1], 2)} if taus else {}),
         **({"weights of step": rows[-1]["step"]} if rows else {}),
     }
-    config.tau = {HELD_OUT_TAU: round(rows[-1]["eval_tau"], 2)} if rows else None
+    config.tau = {"greedy chains on held-out conversations": round(rows[-1]["eval_tau"], 2)} if rows else None
     if hasattr(config, "trained_length"):
         config.trained_length = max(*lengths, config.trained_length or 0)
 
 
 # -------------------------------------------------------------------------------------------------------- its estimate
-
-ADAM_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: the weight and Adam's two moments in float32."""
-
-GRADIENT_BYTES = 12
-"""Bytes per trained parameter in memory, in addition to the weight: gradient and Adam's two moments in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,13 +346,9 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate a run by timing two batches, of median length and of the longest conversations.
 
-    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter is changed.
-
-    Args:
-        rehearse: Returns the loss of a batch, given the indices of its conversations.
-        trained: Module with the trained parameters; their gradients are cleared.
-        lengths: Number of tokens of each conversation.
-        num_done: Optimiser steps already done, if the run resumes.
+    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter of `trained` is
+    changed, and their gradients are cleared. `rehearse` returns the loss of a batch, given the indices of its
+    conversations; `num_done` optimiser steps are already done, if the run resumes.
     """
     batch = arguments.per_device_train_batch_size
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
@@ -385,8 +372,8 @@ def estimate_run(
     return RunEstimate(
         num_steps=max(steps - num_done, 0),
         seconds_per_step=seconds * arguments.gradient_accumulation_steps,
-        memory_bytes=memory + GRADIENT_BYTES * num_parameters,
-        disk_bytes=0 if arguments.save_strategy == "no" else kept * ADAM_BYTES * num_parameters,
+        memory_bytes=memory + 12 * num_parameters,  # in addition to the weight: gradient and Adam's two moments
+        disk_bytes=0 if arguments.save_strategy == "no" else kept * 12 * num_parameters,  # the weight and the moments
     )
 
 

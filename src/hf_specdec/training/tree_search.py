@@ -156,10 +156,7 @@ def count_correct(
 ) -> Counts:
     """Count how often the r-th best candidate is the target's greedy choice, and how far greedy chains are accepted.
 
-    Args:
-        model, head, data, top_k: As for `find_tree`.
-        num_steps: Number of depths to count; for Medusa at most the number of heads.
-        batch_size: Conversations per forward.
+    `num_steps` depths are counted; for Medusa at most the number of heads. Other arguments are those of `find_tree`.
     """
     objective: Objective
     if isinstance(head, MedusaHeads):

@@ -26,21 +26,6 @@ def has_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class TimedPiece:
-    """Text that one step, or the prefill, added to an answer.
-
-    Args:
-        text: The text; empty if the step ended within a character.
-        num_tokens: Tokens that the step emitted.
-        seconds: Time from the start of the stream to the end of the step.
-    """
-
-    text: str
-    num_tokens: int
-    seconds: float
-
-
 class StepStreamer(BaseStreamer):
     """Streamer that keeps the text of one sequence in pieces, one per decoding step, with their times.
 
@@ -55,7 +40,7 @@ class StepStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.pieces: list[TimedPiece] = []
+        self.pieces: list[Piece] = []
         self.begin = time.perf_counter()
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
@@ -67,7 +52,7 @@ class StepStreamer(BaseStreamer):
         """Start the clock again."""
         self.begin = time.perf_counter()
 
-    def add(self, piece: TimedPiece) -> None:
+    def add(self, piece: Piece) -> None:
         """Called with each piece after it was added to `pieces`; subclasses show it there."""
 
     @property
@@ -119,12 +104,13 @@ class StepStreamer(BaseStreamer):
         rest = self._decoded()[len(self._text) :]
         if rest and self.pieces:
             self.pieces[-1] = replace(self.pieces[-1], text=self.pieces[-1].text + rest)
-            self.add(TimedPiece(rest, 0, self.seconds))
+            self.add(replace(self.pieces[-1], text=rest, num_tokens=0))
 
     def _end_piece(self) -> None:
         # a character may have several tokens: until its last one arrives, it decodes to U+FFFD
         text = self._decoded().rstrip("\ufffd")
-        piece = TimedPiece(text[len(self._text) :], self._num_pending, time.perf_counter() - self.begin)
+        seconds = time.perf_counter() - self.begin
+        piece = Piece(text[len(self._text) :], self._num_pending, len(self.pieces), seconds)
         self._text, self._num_pending = text, 0
         self.pieces.append(piece)
         self.add(piece)
@@ -165,7 +151,7 @@ class LiveStreamer(StepStreamer):
         speed = f"{self.seconds:.1f} s, {self.tokens_per_second:.1f} tokens/s"
         return f"{label}{self.num_tokens} tokens, {speed}, tau {shown_tau(self.tau)}"
 
-    def add(self, piece: TimedPiece) -> None:
+    def add(self, piece: Piece) -> None:
         """Show a piece, in a notebook at most every 0.1 s."""
         if self._display is None:
             sys.stdout.write(piece.text)
@@ -189,8 +175,8 @@ class LiveStreamer(StepStreamer):
         return f"{self._text}\n{self.summary}"
 
     def _repr_html_(self) -> str:
-        pieces = tuple(Piece(one.text, one.num_tokens, step) for step, one in enumerate(self.pieces) if one.text)
-        return f"{ColoredText(pieces)._repr_html_()}<p><b>{html.escape(self.summary)}</b></p>"
+        text = ColoredText(tuple(piece for piece in self.pieces if piece.text))
+        return f"{text._repr_html_()}<p><b>{html.escape(self.summary)}</b></p>"
 
 
 STYLE = """<style>

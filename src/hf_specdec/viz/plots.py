@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STAGES = ("draft", "verify", "rest")
-NUMBER_WIDTH = 0.025
-"""Width of a number of two digits, as a fraction of the width of the timeline."""
 STEP_INCHES, WIDTHS_INCHES = 0.75, (6.0, 9.0)
 """Width of a step in `plot_widths`, and the minimum and maximum width of its figure, in inches."""
-LEGEND_PLACE = -0.2
-"""Top of the legend of `plot_widths`, below the label of the x axis, as a fraction of the height of the plot."""
 
 
 def require_steps(trace: Any) -> None:
@@ -88,7 +84,8 @@ def plot_timeline(trace: Sequence[TracedStep], *, theme: Theme = "light") -> Axe
                 begin = step.begin + sum(getattr(step, f"{before}_seconds") for before in STAGES[:lane])
                 spans.append((1000 * begin, 1000 * getattr(step, f"{stage}_seconds")))
             axes.broken_barh(spans, (len(STAGES) - lane - 0.9, 0.8), color=colors.data[lane], label=stage)
-        narrowest, last = NUMBER_WIDTH * 1000 * trace[-1].begin, -1.0
+        # two digits take 2.5 % of the width
+        narrowest, last = 0.025 * 1000 * trace[-1].begin, -1.0
         for step in trace:
             begin = 1000 * step.begin
             if last < 0 or begin - last >= narrowest:
@@ -135,7 +132,7 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
         axes.set_ylabel("tokens")
         if rows:
             # below the plot: the space above belongs to a title
-            axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, LEGEND_PLACE), columnspacing=1.2,
+            axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, -0.2), columnspacing=1.2,
                         handlelength=1.5)  # fmt: skip
     return axes
 
@@ -181,13 +178,9 @@ def plot_run(log_history: Sequence[Mapping[str, Any]], *, theme: Theme = "light"
     return all_axes
 
 
-SMOOTHING_WINDOWS = 30
-"""Points of a curve divided by points in the window of its moving average, approximately: the window is odd."""
-
-
 def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
     """Plot the centred moving average of a curve and, faintly, the curve; only the curve if it has under 60 points."""
-    reach, values = len(points) // SMOOTHING_WINDOWS // 2, [value for _, value in points]
+    reach, values = len(points) // 30 // 2, [value for _, value in points]
     around = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     steps, means = [step for step, _ in points], [sum(part) / len(part) for part in around]
     (line,) = axes.plot(steps, means, label=label)

@@ -11,8 +11,6 @@ from typing import Any
 from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import TracedStep
 
-RESET = "\x1b[0m"
-
 
 def token_label(tokenizer: Any, token: int, longest: int = 12) -> str:
     """Return a token's text as a plot label or, without a tokenizer, its id.
@@ -29,9 +27,10 @@ def token_label(tokenizer: Any, token: int, longest: int = 12) -> str:
 class Piece:
     """Text that one step, or the prefill, added to a sequence."""
 
-    text: str
+    text: str  # empty if the step ended within a character
     num_tokens: int  # emitted by the step
     step: int  # counted from 1; 0 for the prefill
+    seconds: float = 0.0  # from the start of a stream to the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class ColoredText:
 
     pieces: tuple[Piece, ...]
 
-    def _colors(self) -> Iterator[tuple[Piece, str | None]]:
+    def colors(self) -> Iterator[tuple[Piece, str | None]]:
         """Yield each piece with its colour; None for pieces of one token."""
         number = 0
         for piece in self.pieces:
@@ -54,18 +53,18 @@ class ColoredText:
 
     def __str__(self) -> str:
         parts = []
-        for piece, color in self._colors():
+        for piece, color in self.colors():
             text = piece.text
             if color is not None:
                 red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
                 # end the colour before a line break: some terminals would fill the rest of the line
-                text = "\n".join(f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in text.split("\n"))
+                text = "\n".join(f"\x1b[38;2;{red};{green};{blue}m{line}\x1b[0m" for line in text.split("\n"))
             parts.append(text)
         return "".join(parts)
 
     def _repr_html_(self) -> str:
         parts = []
-        for piece, color in self._colors():
+        for piece, color in self.colors():
             text = html.escape(piece.text)
             if color is not None:
                 style = f"background:{color}40;border-bottom:2px solid {color};border-radius:2px"

@@ -40,11 +40,8 @@ LEGEND_SPACING = 14.0
 """Space between two entries of a step's legend, in points."""
 LONGEST = 16
 """Characters of a token's text in a box."""
-CHOSEN = "the model's own token"
 FILLED = 0.16
 """Opacity of the colour inside the root and accepted nodes."""
-NODE_MARKER = 150.0
-"""Area of a node of a static tree, in square points: room for a rank of two digits."""
 
 
 def plot_tree(
@@ -85,7 +82,8 @@ def plot_tree(
                 axes.plot(*ends, color=colors.data[0], linewidth=0.5 + 4 * weight, alpha=0.3 + 0.7 * weight, zorder=1)
                 axes.text(len(path), height, str(path[-1]), fontsize=SMALL_TEXT, ha="center", va="center_baseline")
         places = [len(path) for path in heights], list(heights.values())
-        axes.scatter(*places, s=NODE_MARKER, color=colors.background, edgecolors=colors.data[0], zorder=2)
+        # room for a rank of two digits
+        axes.scatter(*places, s=150.0, color=colors.background, edgecolors=colors.data[0], zorder=2)
         axes.set_xlabel("depth")
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.set_yticks([])
@@ -248,7 +246,7 @@ def _legend(row: TracedRow, sources: Sequence[str], colored: Mapping[str, str], 
     if accepted:
         entries["accepted"] = tuple(box(colored[source]) for source in accepted)
     if row.path:
-        entries[CHOSEN] = patches.Patch(facecolor=colors.ink)
+        entries["the model's own token"] = patches.Patch(facecolor=colors.ink)
     return entries
 
 
@@ -270,13 +268,6 @@ def _heights(root: _Node, children: Mapping[_Node, Sequence[_Node]]) -> tuple[di
 
     place(root)
     return heights, leaves
-
-
-DPI = 100
-NUM_COLORS = 64
-"""Colours per image: a trace has tens of images, which are stored in the notebook."""
-PLAY_MILLISECONDS = 1500
-"""Time per step while playing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +326,7 @@ def _image(step: TracedStep, number: int, total: int, tokenizer: Any, row: int) 
         # in the line of the title, because the footer is on the left; one unit of the axes is one point
         axes.text(axes.get_xlim()[1] - PADDING, axes.get_ylim()[1] - 4, f"step {number} of {total}", ha="right",
                   va="top")  # fmt: skip
-        axes.figure.savefig(content, format="png", dpi=DPI, bbox_inches="tight")
+        axes.figure.savefig(content, format="png", dpi=100, bbox_inches="tight")
         pyplot.close(axes.figure)
     return _compressed(content.getvalue())
 
@@ -345,7 +336,8 @@ def _compressed(png: bytes) -> bytes:
 
     content = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
-        reduced = image.convert("RGBA").quantize(NUM_COLORS, method=Image.Quantize.FASTOCTREE)
+        # few colours: a trace has tens of images, which are stored in the notebook
+        reduced = image.convert("RGBA").quantize(64, method=Image.Quantize.FASTOCTREE)
         reduced.save(content, format="PNG", optimize=True)
     return content.getvalue()
 
@@ -391,7 +383,7 @@ def _box(images: Sequence[bytes], texts: Sequence[str]) -> Any:
         return ipywidgets.VBox([ipywidgets.HTML(texts[number]), image])
 
     slider = ipywidgets.IntSlider(value=1, min=1, max=len(images), description="step")
-    play = ipywidgets.Play(value=1, min=1, max=len(images), interval=PLAY_MILLISECONDS)
+    play = ipywidgets.Play(value=1, min=1, max=len(images), interval=1500)
     ipywidgets.jslink((play, "value"), (slider, "value"))
     if hasattr(ipywidgets, "Stack"):
         # page 0 is never shown: steps are counted from 1
