@@ -32,11 +32,10 @@ from torch.nn.functional import gelu, linear, silu
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import chains, library, operations
-from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead

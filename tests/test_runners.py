@@ -25,8 +25,7 @@ from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.stages import traced_stages
-from hf_specdec.verification import compiling, programs, runners
-from hf_specdec.verification.compiling import unsupported_reason
+from hf_specdec.verification import programs, runners
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from torch_modes import MODES
@@ -218,14 +217,14 @@ def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: s
     """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
     model = speculative_model()
     facts = model._speculation.facts[0]
-    assert not unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts)
     module = model.get_submodule(part)
     module.compile()
-    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
     module._compiled_call_impl = None
-    assert not unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts)
     module.forward = torch.compile(module.forward)
-    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
 
 
 class ReadsTheHost(nn.Module):
@@ -249,7 +248,7 @@ def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: st
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
     with pytest.raises(programs.CaptureError, match=reason):
-        compiling.make_runner(model, facts, frozenset(), "kernels")
+        model_programs.make_runner(model, facts, frozenset(), "kernels")
 
 
 def compiling_facts(model: Any) -> Any:

@@ -132,9 +132,27 @@ class TreeLayer(CacheLayerMixin):
         """Return the expected maximum number of slots, which a growing cache can exceed."""
         return self.store.limit
 
-    def get_max_cache_shape(self) -> int:
-        """Return the same as `get_max_length`; transformers 5.17 calls this method instead."""
-        return self.store.limit
+    get_max_cache_shape = get_max_length  # transformers 5.17 calls this one
+
+
+class FixedLayer(CacheLayerMixin):
+    """Base of cache layers inside programs and graphs, where memory and masks are given and no length is limited."""
+
+    is_sliding = False
+    is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the memory exists, or none is needed."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # transformers 5.17 calls this one
 
 
 class TreeCache(Cache):

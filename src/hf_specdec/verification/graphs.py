@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.graph_backends import CapturableOnly, GraphBackend, NotCapturableError
 from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, note_one_time_work, persistent_tensors
 
@@ -288,7 +287,7 @@ def width_for(num_nodes: int) -> int:
     return next(width for width in CAPTURED_WIDTHS if width >= num_nodes)
 
 
-class BucketLayer(CacheLayerMixin):
+class _BucketLayer(FixedLayer):
     """View of a cache layer inside a graph: writes to slots given on the device, reads a fixed number of slots.
 
     Args:
@@ -297,14 +296,8 @@ class BucketLayer(CacheLayerMixin):
         bucket: Number of slots to attend to.
     """
 
-    is_sliding = False
-    is_initialized = True
-
     def __init__(self, share: Share | None, slots: Tensor, bucket: int) -> None:
         self._share, self._slots, self._bucket = share, slots, bucket
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the memory exists."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -316,21 +309,9 @@ class BucketLayer(CacheLayerMixin):
         values.index_copy_(2, self._slots, value_states)
         return keys[:, :, : self._bucket], values[:, :, : self._bucket]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
-        return self._bucket, 0
-
     def get_seq_length(self) -> Any:
         """Return the first slot, as a tensor on the device."""
         return self._slots[0]
-
-    def get_max_length(self) -> int:
-        """Return -1: no limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
-        return -1
 
 
 class Appended:
@@ -382,7 +363,7 @@ class Bucket:
     def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
         """See `Appended.cache`."""
         slots = lengths.amax() + torch.arange(before, before + count, dtype=torch.long, device=lengths.device)
-        return Cache(layers=[BucketLayer(share, slots, self.size) for share in self._shares])
+        return Cache(layers=[_BucketLayer(share, slots, self.size) for share in self._shares])
 
     def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
         """See `Appended.mask`."""

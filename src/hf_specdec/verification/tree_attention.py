@@ -130,7 +130,7 @@ def layer_attention(
 
 
 @functools.cache
-def register() -> None:
+def _register() -> None:
     """Register the attention function with transformers, once per process."""
     AttentionInterface.register(REPLACED, layer_attention)
 
@@ -141,7 +141,7 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
     if context is None:
         yield
         return
-    register()
+    _register()
     token = _CONTEXT.set(context)
     try:
         yield
@@ -163,30 +163,13 @@ def append_and_attend(
     if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
         return None
     entry = cache.layers[layer]
-    if not _has_kernel(entry, query.dtype):
+    if not has_kernel(entry, query.dtype):
         return None
     keys, values, begin = entry.reserve(key, value)
     return operations.attend(query, key, value, keys, values, begin, mask, scale)
 
 
-def append_and_attend_joined(
-    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
-    scale: float | None,
-) -> Tensor | None:  # fmt: skip
-    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
-
-    Also returns None if the cache's layer has no memory yet.
-    """
-    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
-        return None
-    entry = cache.layers[layer]
-    if not entry.is_initialized or not _has_kernel(entry, joined.dtype):
-        return None
-    keys, values, begin = entry.reserve_slots(joined.shape[1])
-    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
-
-
-def _has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
+def has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
     """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
     return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
 
