@@ -57,9 +57,7 @@ def drop_order(count: int, active: Sequence[int]) -> list[int]:
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the cache's buffer, with the interface that transformers' attention expects.
 
-    Args:
-        store: Memory of the cache.
-        layout: Expected layout of the layer; None if it is unknown, or if the layer stores no keys and values.
+    The expected layout is None if it is unknown, or if the layer stores no keys and values.
     """
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
@@ -208,9 +206,8 @@ class TreeCache(Cache):
     def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of the nodes appended since the last commit, in place; discard the rest.
 
-        Args:
-            path: `[B, P]` nodes to keep, in order, counted from `start`; -1 after the end of a row's path.
-            nodes: The same on the host, without padding.
+        The path `[B, P]` holds nodes counted from `start`, in order, and -1 after its end; `nodes` are the same on the
+        host, without padding.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """

@@ -131,8 +131,8 @@ class Graphed:
 
         Args:
             key: Whatever distinguishes graphs: sizes of the buffers, and all else that the function depends on.
-            function: Computes the results on the device from the buffers, one tensor for each input. The function of a
-                key's first call serves all later ones, so it must hold nothing that belongs to a call.
+            function: Computes the results from the inputs' buffers. That of a key's first call serves all later ones,
+                so it must hold nothing that belongs to a call.
             *inputs: The inputs.
             moves: `moves` of the cache memory that the function uses; if it changed, all graphs are dropped.
         """
@@ -288,12 +288,9 @@ def width_for(num_nodes: int) -> int:
 
 
 class _BucketLayer(FixedLayer):
-    """View of a cache layer inside a graph: writes to slots given on the device, reads a fixed number of slots.
+    """View of a cache layer inside a graph: writes to the slots `[width]`, reads a bucket of slots.
 
-    Args:
-        share: Memory of the layer; None for a layer that uses the keys of another one.
-        slots: `[width]` slots of the new nodes.
-        bucket: Number of slots to attend to.
+    The memory `share` is None for a layer that uses the keys of another one.
     """
 
     def __init__(self, share: Share | None, slots: Tensor, bucket: int) -> None:
@@ -315,11 +312,7 @@ class _BucketLayer(FixedLayer):
 
 
 class Appended:
-    """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long.
-
-    Args:
-        cache: The cache.
-    """
+    """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long."""
 
     def __init__(self, cache: TreeCache) -> None:
         self._cache = cache
@@ -330,21 +323,17 @@ class Appended:
         return self._cache.start
 
     def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
-        """Return the cache for a forward over `count` entries, of which `before` were appended since the last commit.
+        """Return the cache for a forward over `count` entries, after `before` others since the last commit.
 
-        Args:
-            lengths: `[B]` committed entries of each row.
-            before, count: Numbers of entries.
+        `lengths` `[B]` are the committed entries of each row.
         """
         return self._cache
 
     def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
         """Return the mask `[B, 1, T, S]` of T new entries over all slots.
 
-        Args:
-            lengths: `[B]` committed entries of each row.
-            committed: `[B, T, size]` bool, the committed entries that each new one sees.
-            seen: `[B, T, A]` bool, the same of the A entries appended since the last commit, new ones included.
+        Bool `committed` `[B, T, size]` are the committed entries that each new one sees, `seen` `[B, T, A]` those of
+        the A entries appended since the last commit, new ones included.
         """
         return torch.cat([committed, seen.expand(len(committed), -1, -1)], dim=-1)[:, None]
 

@@ -49,14 +49,7 @@ class Runner(ABC):
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer; append to the cache.
-
-        Args:
-            tokens: `[B, N]`.
-            positions: `[B, N]` position ids.
-            forward: Masks shared by the attention layers.
-            cache: Cache of this generation.
-        """
+        """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer, given `[B, N]`; append to the cache."""
 
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""

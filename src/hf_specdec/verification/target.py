@@ -134,12 +134,7 @@ class Target(ABC):
 
     @abstractmethod
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Pad all rows of the cache to the longest one without its last token, as plain `generate()` does.
-
-        Args:
-            new_tokens: Emitted tokens of each row.
-            pad_token_id: Token appended to shorter rows, after their last emitted token.
-        """
+        """Pad rows, after their emitted tokens, to the longest one without its last token, as `generate()` does."""
 
     @abstractmethod
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
@@ -162,11 +157,9 @@ class Target(ABC):
         """End the generation, also after an error: make memory kept between calls available to the next one."""
 
     def extend(self, tree: TokenTree, known: int) -> Tensor:
-        """Append the new nodes of a growing tree and return their logits `[B, N - known, V]`.
+        """Append all but the first `known` nodes of a growing tree and return their logits `[B, N - known, V]`.
 
-        Args:
-            tree: The whole tree so far; it may have several roots (parent -1), which follow the committed tokens.
-            known: Number of its first nodes already appended since the last commit.
+        The tree may have several roots (parent -1), which follow the committed tokens.
         """
         return self._run(tree, known).logits
 

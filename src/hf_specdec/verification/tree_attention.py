@@ -180,13 +180,9 @@ def has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, masks: Callable[[int], Tensor | None], scale: float | None
 ) -> Tensor:
-    """Compute grouped-query attention; returns `[B, N, H, Dv]`, contiguous.
+    """Compute grouped-query attention of `[B, H, N, D]` to `[B, G, S, *]`; returns `[B, N, H, Dv]`, contiguous.
 
-    Args:
-        query: `[B, H, N, D]`.
-        key, value: `[B, G, S, *]`; G divides H.
-        masks: Returns the additive mask of the packed queries for a number of parts, see `packed_mask`.
-        scale: Scale of the scores; None means `D ** -0.5`.
+    `masks` returns the additive mask of the packed queries for a number of parts, see `packed_mask`.
     """
     batch, heads, nodes, dim = query.shape
     key_heads = key.shape[1]
@@ -212,9 +208,8 @@ def packed_mask(
 
     Args:
         seen: bool `[B, 1, N, S]`, True for visible keys.
-        groups: Query heads per key head.
+        groups, num_splits: Query heads per key head, and number of parts that the keys are split into.
         dtype: Dtype of the queries; some kernels misread masks of another dtype.
-        num_splits: Number of parts that the keys are split into.
         all_seen: Whether every entry of `seen` is True: then None, or `[1, n, 1, L]` for parts that overlap.
     """
     keys, device = seen.shape[-1], seen.device

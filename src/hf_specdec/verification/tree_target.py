@@ -30,12 +30,8 @@ logger = logging.getLogger(__name__)
 class TreeTarget(Target):
     """Target for models whose layers hold plain keys and values.
 
-    Args:
-        model, outputs: See `Target`.
-        cache: Cache of this generation; tokens already in it are continued.
-        uses_packed_attention: Whether the layers may use `verification/tree_attention.py`; some accept only attention
-            names that they know.
-        runner: Compiled or captured forward, used instead of the model's own if it supports the inputs.
+    The layers of some models accept only attention names that they know: then `uses_packed_attention` is False. A
+    `runner`, a compiled or captured forward, is used instead of the model's own if it supports the inputs.
     """
 
     supports_trees, lockstep = True, False
