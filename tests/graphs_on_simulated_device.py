@@ -389,13 +389,13 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
-    moves, graphs_made = runner._memory._store.moves, len(runner._graphed._backend.graphs)
-    bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
+    moves, graphs_made = runner._store.moves, len(runner._graphed._backend.graphs)
+    bytes_kept = sum(buffer.keys.nbytes for buffer in runner._store.buffers)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._memory._store.moves == moves
+    assert runner._store.moves == moves
     assert len(runner._graphed._backend.graphs) == graphs_made
-    assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
+    assert sum(buffer.keys.nbytes for buffer in runner._store.buffers) == bytes_kept
     operations = {len(graph.tape) for graph in runner._graphed._backend.graphs}
     widths = {width for _, width, _ in runner.captured_keys()}
     # finding the ancestors takes more rounds in wider trees, and nothing else differs
@@ -652,7 +652,7 @@ def test_memory_is_released_when_asked(llama: Any) -> None:
     config = eagle3_on(llama)
     plain = plain_llama(1)
     assert generate(llama, 1, config) == plain
-    kept = weakref.ref(runner_of(llama)._memory._store.buffers[0])
+    kept = weakref.ref(runner_of(llama)._store.buffers[0])
     llama.release_memory()
     gc.collect()
     assert kept() is None

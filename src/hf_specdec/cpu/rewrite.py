@@ -62,9 +62,8 @@ class RecordProducts(TorchFunctionMode):
 def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
     """Replace patterns of a traced graph by kernels, in place; return the number of products that it runs.
 
-    Args:
-        graph: A traced graph whose weights are inputs, see `lift_weights`.
-        attention: Two operations, see `_join_attention`; None if the graph has no attention that can be joined.
+    Its weights are inputs, see `lift_weights`. `attention` are two operations, see `_join_attention`; None if the
+    graph has no attention that can be joined.
     """
     for node in list(graph.graph.nodes):
         _match_norm(node)
@@ -375,15 +374,10 @@ class ChainStep:
 
 
 def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
-    """Return a function of tensors that runs steps for the same rows one after the other.
+    """Return a function of so many inputs that runs steps for the same rows one after the other.
 
-    It returns a tensor if there is one output, otherwise a tuple. Inputs with more rows than `operations.limit_rows`
-    allows are left to `operations.linear` and `operations.rms_norm`.
-
-    Args:
-        steps: The steps.
-        inputs: Number of inputs; the first step's x is one of them. Those with rows come before the weights.
-        outputs: Steps whose results are returned, by index.
+    Inputs with rows come before the weights. It returns the results of the steps with these indices: a tensor if there
+    is one, otherwise a tuple. More rows than `operations.limit_rows` allows are left to `ChainStep.run`.
     """
     count, kept = len(steps), tuple(outputs)
     array = (_StepFields * count)(*[step.fields(inputs + index) for index, step in enumerate(steps)])

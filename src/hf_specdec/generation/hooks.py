@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from hf_specdec.drafters.base import unpadded
 from hf_specdec.drafters.history import history_keys
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.generation import checks
-from hf_specdec.generation.call import Call, Request, call_in, plan_call
+from hf_specdec.generation.call import Request, call_in, plan_call
 from hf_specdec.generation.decode import decode
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, answer_history, state_of
 from hf_specdec.verification.cache import seen_tokens
@@ -113,18 +113,12 @@ class GenerationHooks:
         output = decode(call, generation_config)
         state_of(self).note_call(output.speculation, is_eager=call.runner is None)
         if call.config.history is not None:
-            _remember_answers(call, call.config.history)
+            padding, width = call.target.padding, input_ids.shape[1]
+            prompts = unpadded(input_ids, None if padding is None else padding.last(width))
+            history = answer_history(call.model)
+            for row, key in enumerate(history_keys(call.config.history, prompts)):
+                history.add(call.text.new_tokens[row][: call.text.num_generated[row]], key, prompts[row])
         return output if generation_config.return_dict_in_generate else output.sequences
-
-
-def _remember_answers(call: Call, history_of: bool | str | Sequence[str]) -> None:
-    """Add the answers of a call to the history that its config names."""
-    padding, width = call.target.padding, call.input_ids.shape[1]
-    prompts = unpadded(call.input_ids, None if padding is None else padding.last(width))
-    history = answer_history(call.model)
-    for row, key in enumerate(history_keys(history_of, prompts)):
-        answer = call.text.new_tokens[row][: call.text.num_generated[row]]
-        history.add(answer, key, prompts[row])
 
 
 # ------------------------------------------------------------------------------------------- attach, detach

@@ -57,17 +57,10 @@ def current_program(
 ) -> Runner | None:
     """Return the compiled or captured verify forward, created if none exists for the current weights.
 
-    Args:
-        model: An attached model.
-        facts: The result of the probe.
-        layers: Layers whose hidden states this call's drafter reads.
-        mode: See `make_runner`.
-        requested: Whether the user asked for this mode. A failure is logged as a warning if so or if the mode is
-            `"cuda_graph"`, otherwise as info.
-
-    Returns:
-        None if the model cannot be compiled or captured, which is logged once; its own forward is used then. After a
-        failure that does not last, such as too little memory, the next call tries again.
+    It returns the hidden states of at least these layers, which this call's drafter reads. None if the model cannot be
+    compiled or captured: its own forward is used then. This is logged once, as a warning if the user requested this
+    mode or without graphs on a GPU. After a failure that does not last, such as too little memory, the next call tries
+    again.
     """
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     with COMPILING:
@@ -105,12 +98,7 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
     Making one takes some seconds, which are estimated from the measured seconds of eager steps. It is made once the
     call itself is expected to save them, or once they are at most `MAX_SHARE` of the seconds of all calls; never in a
     first call, of which nothing is known. The kernels themselves are compiled once per machine, in the background:
-    until they are ready, calls go on without them.
-
-    Args:
-        model: An attached model.
-        new_tokens: Maximum number of new tokens of this call.
-        waits: Whether the caller wants the kernels now, and waits for tracing and for a compiler.
+    until they are ready, calls go on without them, unless the caller `waits`. The call makes at most `new_tokens`.
     """
     state, device = state_of(model), execution_device(model)
     if not supports_kernels(device, model.dtype):
@@ -149,12 +137,10 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
 
 
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
-    """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
+    """Return the bound drafter with compiled or captured forwards, built if none exist for the current weights.
 
-    Args:
-        model: An attached model. Call `current_program` first, which drops drafters compiled for earlier weights.
-        drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
-        mode: See `make_runner`.
+    Call `current_program` first, which drops drafters compiled for earlier weights. Parts that cannot be compiled are
+    kept unchanged; this is logged once.
     """
     if any(weight.is_meta for weight in model.parameters()):
         return drafter  # offloaded: accelerate would load the fake weights of a trace into the modules that both share
@@ -186,12 +172,8 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
 def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
     """Return a compiled or captured verify forward of a model, after checking its outputs against the model's.
 
-    Args:
-        model: The target; it is not modified.
-        facts: Result of probing the target.
-        layers: Layers whose hidden states the runner returns.
-        mode: "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
-            uses the model's own forward. Each is captured if the device has a graph backend.
+    The mode "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
+    uses the model's own forward. Each is captured if the device has a graph backend.
     """
     if reason := unsupported_reason(model, facts):
         raise CaptureError(reason)

@@ -77,17 +77,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def make_program(
     step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode, attention: tuple[Any, Any] | None = None
 ) -> Program:
-    """Trace a function and make a program of it, for inputs of any size.
+    """Trace a function, by one call, and make a program of it, for inputs of any size; `attention`: see `use_kernels`.
 
-    Args:
-        step: The function; tracing calls it once.
-        *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
-        mode: `"inductor"` or `"kernels"`.
-        attention: See `use_kernels`.
+    Dimensions of the example inputs that may vary independently need distinct sizes greater than 1.
     """
     on_cpu = inputs[0].device.type == "cpu"
     if mode == "kernels":
-        _require_kernels(inputs[0].device)
+        if not on_cpu:
+            raise CaptureError(f"the CPU kernels cannot run on {inputs[0].device}")
+        try:
+            load_library()
+        except NoKernelsError as error:
+            raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
     try:
         with persistent_tensors():
             if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
@@ -112,15 +113,6 @@ def make_program(
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
     return Program(run, tuple(weights))
-
-
-def _require_kernels(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise CaptureError(f"the CPU kernels cannot run on {device}")
-    try:
-        load_library()
-    except NoKernelsError as error:
-        raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
 
 
 def _check_products(weights: Sequence[Tensor]) -> None:
