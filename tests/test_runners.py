@@ -21,7 +21,7 @@ from torch import nn
 
 import drafters
 import zoo
-from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec import Eagle3Head, SpeculativeGenerationMixin
 from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.stages import traced_stages
@@ -101,11 +101,6 @@ def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
     assert compiled.last_speculation.forwards == "eager"
     answers(compiled, 1, {"method": method, "compile": "kernels"})
     assert compiled.last_speculation.forwards == "kernels"
-
-
-def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-    assert answers(compiled, 1, COMPILED, **options) == answers(compiled, 1, None, **options)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "phi", "olmo2", "gpt_oss", "deepseek_v3"])
@@ -365,14 +360,6 @@ def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> N
     assert not model._speculation.programs
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_kernels_that_were_asked_for_and_are_missing(caplog: pytest.LogCaptureFixture) -> None:
-    model = speculative_model()
-    with caplog.at_level(logging.WARNING):
-        assert answers(model, 1, COMPILED) == answers(model, 1, None)
-    assert "the CPU kernels cannot be used: HF_SPECDEC_KERNELS is 'none'" in caplog.text
-
-
 def test_two_threads_share_one_program(compiled: Any) -> None:
     found: dict[int, Any] = {}
     wanted = [answers(compiled, rows, None) for rows in (1, 3)]
@@ -395,11 +382,6 @@ def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     SpeculativeGenerationMixin.detach(model)
     gc.collect()
     assert program() is None
-
-
-def test_a_runner_that_is_missing_is_refused(llama: Any) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="cuda_graph"):
-        answers(llama, 1, SpeculativeConfig(method="prompt_lookup", compile="cuda_graph"))
 
 
 def test_tables_that_a_forward_writes_to_are_no_weights() -> None:

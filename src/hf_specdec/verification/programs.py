@@ -100,8 +100,16 @@ def make_program(
             weights = lift_weights(graph)
             if use_kernels(graph, attention) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
-            _check_products(weights)
-            measure_widest(weight for weight in weights if weight.dim() == 2)
+            matrices = [weight for weight in weights if weight.dim() == 2]
+            for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
+                if weight.dtype in DTYPES and weight.is_contiguous():
+                    error = product_error(weight)
+                    if not error <= PRODUCT_TOLERANCE[weight.dtype]:
+                        shape = " x ".join(map(str, weight.shape))
+                        raise CaptureError(
+                            f"the CPU kernel's product with a weight of {shape} is wrong by {error:.1e}"
+                        )
+            measure_widest(matrices)
             if mode == "kernels":
                 join_steps(graph)
                 call_functions(graph)
@@ -113,16 +121,6 @@ def make_program(
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
     return Program(run, tuple(weights))
-
-
-def _check_products(weights: Sequence[Tensor]) -> None:
-    """Raise `CaptureError` if the kernel's product is wrong for a shape of weights; tries one weight of each."""
-    for weight in {(weight.shape, weight.dtype): weight for weight in weights if weight.dim() == 2}.values():
-        if weight.dtype in DTYPES and weight.is_contiguous():
-            error = product_error(weight)
-            if not error <= PRODUCT_TOLERANCE[weight.dtype]:
-                shape = " x ".join(map(str, weight.shape))
-                raise CaptureError(f"the CPU kernel's product with a weight of {shape} is wrong by {error:.1e}")
 
 
 def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:

@@ -76,11 +76,6 @@ class Target(ABC):
         """Slot of the next root: committed tokens of the longest row; an upper bound while a step is unread."""
         return self.cache.start
 
-    @property
-    def capacity(self) -> int | None:
-        """Number of allocated slots per row; None if the cache grows with every token."""
-        return None
-
     def reach(self, rows: Sequence[int]) -> int:
         """Return the depth of the deepest draft after these rows that crosses none of the model's `bounds`.
 
@@ -120,9 +115,9 @@ class Target(ABC):
     def adopt(self, cache: Cache) -> None:
         """Continue a cache passed by the user, which is not modified until `hand_back`; refuse what cannot be."""
 
-    @abstractmethod
     def admit(self, draft: Draft) -> Draft:
         """Return the part of a draft that this target can verify."""
+        return draft
 
     @abstractmethod
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:

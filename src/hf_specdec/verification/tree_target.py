@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import updated_kwargs
-from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features, PromptPadding
@@ -47,19 +46,10 @@ class TreeTarget(Target):
         self._cache_argument = cache_argument(model)
         self._mask_layout = MaskLayout.of(text_config(model))
 
-    @property
-    def capacity(self) -> int | None:
-        """Number of allocated slots per row."""
-        return self.cache.capacity
-
     def adopt(self, cache: Cache) -> None:
         """Copy the tokens of a transformers cache, see `TreeCache.adopt`."""
         self.cache.adopt(cache)
         self.is_adopted = True
-
-    def admit(self, draft: Draft) -> Draft:
-        """Return the whole draft."""
-        return draft
 
     def prefill(self, *inputs: Any, **options: Any) -> Verified:
         """See `Target`."""
