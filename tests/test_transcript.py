@@ -26,10 +26,9 @@ from hf_specdec.acceptance.accepted import cut_rows
 from hf_specdec.acceptance.processors import of_row
 from hf_specdec.acceptance.transcript import Transcript
 from reference import OracleDrafter
+from zoo import IDS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(
