@@ -153,7 +153,7 @@ class QueryStats:
         under other load, and the gain on another kind of text. `share` is the fraction of the time that trials may
         take, which limits the pause; 0: `MAX_PAUSE` limits it.
         """
-        if self.num_queries < self.trials and self._rate(without, rows, PRIOR_GAIN) > without.rate:
+        if self.num_queries < self.trials and self.rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
         longest = self.seconds / (share * without.seconds) if share else MAX_PAUSE
         return self.waited > min(self.pause, max(longest, MIN_PAUSE))
@@ -163,12 +163,9 @@ class QueryStats:
         self.gains = {place: (min(queries, FADED_QUERIES), gain) for place, (queries, gain) in self.gains.items()}
         self.pause = max(MIN_PAUSE, self.pause // 2)
 
-    def rate(self, without: Width, rows: int) -> float:
+    def rate(self, without: Width, rows: int, gain: float | None = None) -> float:
         """Return the expected progress (see `Width`) per second of a step that queries the head to this depth."""
-        _, gain = self._known(without.tokens / rows)
-        return self._rate(without, rows, gain)
-
-    def _rate(self, without: Width, rows: int, gain: float) -> float:
+        gain = self._known(without.tokens / rows)[1] if gain is None else gain
         progress = without.progress * (without.tokens + rows * gain) / without.tokens
         return progress / (without.seconds + self.seconds)
 

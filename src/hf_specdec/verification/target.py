@@ -96,11 +96,6 @@ class Target(ABC):
         """Return the committed slots of the rows of the batch that the cache holds."""
         return dict(enumerate(self.cache.lengths))
 
-    def _ceiling(self, tree: TokenTree) -> int | None:
-        """Return the largest position of a tree in rows that have not ended; None if no bound is ahead."""
-        highest = (self._whole or self)._highest
-        return None if highest is None else highest + tree.depth_bound
-
     @property
     def num_rows(self) -> int:
         """Number of rows in the cache; 0 before the first commit."""

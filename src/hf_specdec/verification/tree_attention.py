@@ -239,11 +239,6 @@ def calls_kernel_directly(device: torch.device) -> bool:
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the kernel for packed queries `[B, G, M, D]`, keys and values `[B, G, S, *]`; None to let SDPA choose."""
-
-    def is_aligned(tensor: Tensor) -> bool:
-        *strides, last = tensor.stride()
-        return last == 1 and not any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides))
-
     device, dtype = query.device, query.dtype
     if not calls_kernel_directly(device):
         return None
@@ -251,8 +246,10 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         return None  # SDPA casts under autocast
     if torch.compiler.is_compiling() or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return None
-    if not all(map(is_aligned, (query, key, value))):
-        return None
+    for tensor in (query, key, value):
+        *strides, last = tensor.stride()
+        if last != 1 or any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides)):
+            return None
     return efficient_attention if works(device, dtype, key.shape[-1], value.shape[-1]) else None
 
 

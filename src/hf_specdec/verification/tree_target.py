@@ -160,7 +160,9 @@ class TreeTarget(Target):
         cache, tokens = self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
         all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
-        layout, dtype, ceiling = self._mask_layout, self.model.dtype, self._ceiling(tree)
+        highest = (self._whole or self)._highest  # None if no bound is ahead
+        ceiling = None if highest is None else highest + tree.depth_bound
+        layout, dtype = self._mask_layout, self.model.dtype
         inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
