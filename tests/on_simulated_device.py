@@ -111,7 +111,7 @@ UPLOADED_PER_CALL = (
 
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
-    "generation/mixin.py:generate", "generation/hooks.py:_sample", "transformers_private.py:prefill",
+    "generation/mixin.py:generate", "generation/mixin.py:_sample", "transformers_private.py:prefill",
     "verification/features.py:of", "verification/chain_target.py:_forward", "transformers_private.py:pad_token_id",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
