@@ -44,7 +44,7 @@ from hf_specdec.transformers_private import is_derived, set_derived
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import seen_tokens
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
-from hf_specdec.verification.probe import gate, inspect_target
+from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.trials import IN_TRIAL
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,6 @@ class SpeculativeGenerationMixin:
             SpeculativeGenerationMixin.attach(base_model())
         elif not isinstance(model, SpeculativeGenerationMixin):
             base, state = type(attached), SpeculationState()
-            gate(attached)
             state.facts = [inspect_target(attached)]
             try:
                 attached.__dict__[STATE] = state
@@ -155,8 +154,7 @@ class SpeculativeGenerationMixin:
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             name, base = type(model).__name__, type(model).__bases__[-1]
-            is_own = type(model) is _speculative_class(base)
-            if issubclass(base, SpeculativeGenerationMixin) or not is_own:
+            if issubclass(base, SpeculativeGenerationMixin) or type(model) is not _speculative_class(base):
                 raise UnsupportedModelError(f"The mixin is a base class of {name}.", "Only attach() can be undone.")
             with SWAP:
                 if state_of(model).is_running_elsewhere():
