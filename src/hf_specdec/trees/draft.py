@@ -89,7 +89,7 @@ class Draft:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Draft:
-        """Create a draft from one tree per row, see `stack_trees`."""
+        """Create a draft from tokens and parents of each row's tree, root first; smaller trees are padded."""
         return cls(stack_trees(rows, device))
 
     @property
