@@ -124,7 +124,8 @@ class SpeculativeGenerationMixin:
         if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
             SpeculativeGenerationMixin.attach(base_model())
         elif not isinstance(model, SpeculativeGenerationMixin):
-            base, state = type(attached), SpeculationState()
+            base: Any = type(attached)
+            state = SpeculationState()
             state.facts = [inspect_target(attached)]
             try:
                 attached.__dict__[STATE] = state

@@ -103,11 +103,11 @@ def make_program(
             matrices = [weight for weight in weights if weight.dim() == 2]
             for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
                 if weight.dtype in DTYPES and weight.is_contiguous():
-                    error = product_error(weight)
-                    if not error <= PRODUCT_TOLERANCE[weight.dtype]:
+                    distance = product_error(weight)
+                    if not distance <= PRODUCT_TOLERANCE[weight.dtype]:
                         shape = " x ".join(map(str, weight.shape))
                         raise CaptureError(
-                            f"the CPU kernel's product with a weight of {shape} is wrong by {error:.1e}"
+                            f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}"
                         )
             measure_widest(matrices)
             if mode == "kernels":
