@@ -103,6 +103,7 @@ def test_the_same_answers_with_one_read_per_step(
 
 UPLOADED_PER_CALL = (
     "verification/target.py:prefill", "transformers_private.py:prefill", "verification/features.py:of",
+    "verification/masks.py:of",
     "verification/cache.py:lengths_on", "acceptance/accepted.py:__init__",
     "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
     "trees/growth.py:of", "elsewhere",
