@@ -44,9 +44,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 1005, "checkpoints": 3139, "cli": 2571, "control": 1167, "cpu": 1373,
-    "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 386, "training": 4406, "trees": 699,
-    "verification": 4736, "viz": 1026,
+    "acceptance": 1019, "bench": 1005, "checkpoints": 3139, "cli": 2571, "control": 1078, "cpu": 1352,
+    "drafters": 6301, "generation": 3052, "heads": 3181, "reporting": 386, "training": 4406, "trees": 681,
+    "verification": 4389, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1402
