@@ -374,7 +374,7 @@ class ChainStep:
 
 
 def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
-    """Return a function of so many inputs that runs steps for the same rows one after the other.
+    """Return a function of `inputs` tensors that runs steps for the same rows one after the other.
 
     Inputs with rows come before the weights. It returns the results of the steps with these indices: a tensor if there
     is one, otherwise a tuple. More rows than `operations.limit_rows` allows are left to `ChainStep.run`.

@@ -28,7 +28,7 @@ from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.programs import CaptureError, make_program
-from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, has_kernel
+from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
@@ -200,7 +200,7 @@ def _append_and_attend_joined(
     forward, cache = running
     if isinstance(cache, TreeCache) and operations.can_attend(joined, cos, sin):
         entry = cache.layers[layer]
-        if entry.is_initialized and has_kernel(entry, joined.dtype):
+        if entry.is_initialized and kernel_can_use(entry, joined.dtype):
             keys, values, begin = entry.reserve_slots(joined.shape[1])
             mask = forward.mask(kind)
             return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scaling)

@@ -163,13 +163,13 @@ def append_and_attend(
     if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
         return None
     entry = cache.layers[layer]
-    if not has_kernel(entry, query.dtype):
+    if not kernel_can_use(entry, query.dtype):
         return None
     keys, values, begin = entry.reserve(key, value)
     return operations.attend(query, key, value, keys, values, begin, mask, scale)
 
 
-def has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
+def kernel_can_use(entry: TreeLayer, dtype: torch.dtype) -> bool:
     """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
     return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
 
