@@ -24,7 +24,7 @@ from hf_specdec import bench
 from hf_specdec.control.costs import time_forwards
 from hf_specdec.cpu import library, operations
 from hf_specdec.generation import loading
-from hf_specdec.verification.compiling import make_runner
+from hf_specdec.generation.model_programs import make_runner
 from hf_specdec.verification.probe import inspect_target
 
 

@@ -296,7 +296,7 @@ def captured_runner(model: Any, form: str = "cuda_graph") -> Any:
     """Create a compiled or captured verify forward of a model."""
     import torch
 
-    from hf_specdec.verification.compiling import make_runner
+    from hf_specdec.generation.model_programs import make_runner
     from hf_specdec.verification.probe import inspect_target
 
     with torch.no_grad():

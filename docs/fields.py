@@ -12,7 +12,7 @@ SEVERAL = re.compile(r"^( +)((?:\w+, )+\w+)(: .*(?:\n\1 +.*)*)", flags=re.MULTIL
 PAGE = re.compile(r"(?<![\w/`])docs/([\w/-]+)\.md")
 """A page that a docstring names; the reference, in `docs/reference/`, links to it."""
 
-SENTINELS = {"hf_specdec.generation.hooks.STORED_DEFAULT": "generation_config.speculative"}
+SENTINELS = {"hf_specdec.generation.mixin.STORED_DEFAULT": "generation_config.speculative"}
 """Defaults that stand for another value, and what that is."""
 
 ARITHMETIC = (ast.Expression, ast.Constant, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Tuple, ast.List,

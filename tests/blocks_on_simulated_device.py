@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import drafters
-from graphs_on_simulated_device import CAPTURED, attached, device, generate, plain_llama  # noqa: F401
+from graphs_on_simulated_device import (
+    CAPTURED,
+    assert_launches_alike,
+    attached,
+    device,  # noqa: F401
+    generate,
+    plain_llama,
+)
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.feature_session import FeatureSession
 from simulated_device import reads
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
@@ -39,39 +44,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 def test_a_graph_drafts_what_is_drafted_by_hand(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node for node, with changing lengths, paths and memory; rows are padded to one length."""
     of_head, of_call, threshold = KINDS[kind]
-    model, session_class = attached(), FeatureSession
+    model = attached()
     model.add_drafter(DFlashDrafter(drafters.random_block(model, **of_head), threshold))
-    config, drafts, launch = {"method": "dflash", **of_call, **CAPTURED}, [], session_class.launch
-
-    def launched_twice(session: Any, step: Any, budget: Any) -> Any:
-        if session._prompt is not None:
-            return launch(session, step, budget)
-        graphs, cache = session._graphs, session._cache
-        before = list(cache.lengths), cache._lengths.clone()
-        launch(session, step, budget)
-        by_graph, grown = session._launched[1], cache._lengths.clone()
-        cache.lengths, cache._lengths = before
-        cache.rollback()
-        session._graphs = None
-        launch(session, step, budget)
-        session._graphs, by_hand = graphs, session._launched[1]
-        trees: list[Any] = [by_graph.tree, by_hand.tree]
-        assert torch.equal(*(tree.tokens.raw for tree in trees))
-        assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in trees))
-        torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
-        assert torch.equal(grown.raw, cache._lengths.raw)
-        assert by_graph.tree.max_depth == by_hand.tree.max_depth
-        drafts.append(by_graph)
-        return ()
-
-    monkeypatch.setattr(session_class, "launch", launched_twice)
-    plain = plain_llama(rows, 24)
-    for length in (24, 12, 24):
-        found = generate(model, rows, config, max_new_tokens=length)
-        assert [row[: 21 + length] for row in plain] == found
-    ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
-    assert len(drafts) >= 40
-    assert drafter.program.graphs.steps.captured_keys()
+    assert_launches_alike(model, rows, {"method": "dflash", **of_call}, monkeypatch, num_drafts=40)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])

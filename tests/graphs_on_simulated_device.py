@@ -329,7 +329,15 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     of_head, of_call = GROWN[kind]
     model = attached()
     model.add_drafter(EagleDrafter(drafters.random_head(model, **of_head)))
-    config, drafts, launch = {"method": "eagle", **of_call, **CAPTURED}, [], FeatureSession.launch
+    assert_launches_alike(model, rows, {"method": "eagle", **of_call}, monkeypatch, num_drafts=50, keeps_last=True)
+
+
+def assert_launches_alike(
+    model: Any, rows: int, of_call: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, num_drafts: int,
+    keeps_last: bool = False,
+) -> None:  # fmt: skip
+    """Launch every draft by a graph and by hand: they are the same, and so is what the session keeps."""
+    drafts, launch = list[Any](), FeatureSession.launch
 
     def launched_twice(session: Any, step: Any, budget: Any) -> Any:
         if session._prompt is not None:
@@ -337,7 +345,8 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         graphs, cache = session._graphs, session._cache
         before = list(cache.lengths), cache._lengths.clone()
         launch(session, step, budget)
-        by_graph, last, grown = session._launched[1], session._last.clone(), cache._lengths.clone()
+        by_graph, grown = session._launched[1], cache._lengths.clone()
+        last = session._last.clone() if keeps_last else None
         cache.lengths, cache._lengths = before
         cache.rollback()
         session._graphs = None
@@ -347,8 +356,9 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         assert torch.equal(*(tree.tokens.raw for tree in both))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in both))
         torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
-        going = (step.acceptance.path >= 0).any(-1).raw
-        torch.testing.assert_close(last.raw[going], session._last.raw[going])
+        if last is not None:
+            going = (step.acceptance.path >= 0).any(-1).raw
+            torch.testing.assert_close(last.raw[going], session._last.raw[going])
         assert torch.equal(grown.raw, cache._lengths.raw)
         assert by_graph.tree.max_depth == by_hand.tree.max_depth
         drafts.append(by_graph)
@@ -357,10 +367,10 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     monkeypatch.setattr(FeatureSession, "launch", launched_twice)
     plain = plain_llama(rows, 24)
     for length in (24, 12, 24):
-        found = generate(model, rows, config, max_new_tokens=length)
+        found = generate(model, rows, {**of_call, **CAPTURED}, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
-    ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
-    assert len(drafts) >= 50
+    ((_, drafter),) = model._speculation.compiled[model.drafters[of_call["method"]]].values()
+    assert len(drafts) >= num_drafts
     assert drafter.program.graphs.steps.captured_keys()
 
 
@@ -389,13 +399,13 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
-    moves, graphs_made = runner._memory._store.moves, len(runner._graphed._backend.graphs)
-    bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
+    moves, graphs_made = runner._store.moves, len(runner._graphed._backend.graphs)
+    bytes_kept = sum(buffer.keys.nbytes for buffer in runner._store.buffers)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._memory._store.moves == moves
+    assert runner._store.moves == moves
     assert len(runner._graphed._backend.graphs) == graphs_made
-    assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
+    assert sum(buffer.keys.nbytes for buffer in runner._store.buffers) == bytes_kept
     operations = {len(graph.tape) for graph in runner._graphed._backend.graphs}
     widths = {width for _, width, _ in runner.captured_keys()}
     # finding the ancestors takes more rounds in wider trees, and nothing else differs
@@ -652,7 +662,7 @@ def test_memory_is_released_when_asked(llama: Any) -> None:
     config = eagle3_on(llama)
     plain = plain_llama(1)
     assert generate(llama, 1, config) == plain
-    kept = weakref.ref(runner_of(llama)._memory._store.buffers[0])
+    kept = weakref.ref(runner_of(llama)._store.buffers[0])
     llama.release_memory()
     gc.collect()
     assert kept() is None

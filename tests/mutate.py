@@ -51,7 +51,6 @@ TESTS: dict[str, list[str]] = {
     "acceptance/transcript.py": ["test_accept", "test_transcript", "test_mixin", "test_simulated_device", "test_fuzz"],
     "verification/tree_attention.py": ["test_attention", "test_mixin"],
     "verification/runners.py": ["test_runners"],
-    "verification/compiling.py": ["test_runners"],
     "verification/memory.py": ["test_cache", "test_mixin", "test_changes", "test_simulated_device"],
     "verification/graphs.py": ["test_simulated_device"],
     "verification/graph_backends.py": ["test_graph_backends", "test_simulated_device"],

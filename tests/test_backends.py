@@ -26,10 +26,9 @@ from hf_specdec.trees.growth import Level, _best, _best_of_ties, grow_dynamic
     ("mps", SimpleNamespace(default_generators=(), _get_default_mps_generator=lambda: "the only"), "the only"),
     ("mps", SimpleNamespace(), None),
     ("cuda", SimpleNamespace(default_generators=()), None),  # no device has been used yet
+    ("cpu", None, torch.default_generator),
 ])  # fmt: skip
-def test_the_generator_of_a_backend(
-    name: str, module: Any, found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_generator_of_a_backend(name: str, module: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
     assert generator_of(torch.device(name)) == found
     assert callable(torch.mps._get_default_mps_generator)

@@ -33,7 +33,7 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target
-from test_mixin import GREEDY, IDS
+from zoo import GREEDY, IDS
 
 
 @pytest.fixture

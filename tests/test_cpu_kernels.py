@@ -31,12 +31,11 @@ from torch.nn.functional import gelu, linear, silu
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.cpu import chains, library, operations
-from hf_specdec.cpu.chains import join_steps
+from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
@@ -303,7 +302,7 @@ void operator delete(void *given, size_t) noexcept { free(given); }
 """
 NO_MEMORY = """import ctypes, torch
 from types import SimpleNamespace
-from hf_specdec.cpu import chains, growing, operations
+from hf_specdec.cpu import growing, operations, rewrite
 from hf_specdec.errors import CacheCapacityError
 fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
 def failing(function):
@@ -320,9 +319,9 @@ replaced = {
     number: SimpleNamespace(**{name: failing(call) for name, call in vars(one).items()})
     for number, one in functions.items()
 }
-for module in (chains, growing, operations):
+for module in (growing, operations, rewrite):
     module.functions_for = replaced.__getitem__
-steps = [chains.ChainStep(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
+steps = [rewrite.ChainStep(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
 for number in functions:
     ones = lambda *shape: torch.ones(*shape, dtype=number)
     x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
@@ -334,7 +333,7 @@ for number in functions:
         "grow": lambda: growing.grow_corrected(packed, *block)[0],
         "linear": lambda: operations.linear(x, [weight], [None]),
         "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
-        "run": lambda: chains.make_chain(steps, 2, [1])(ones(9, 33), ones(33, 33)),
+        "run": lambda: rewrite.make_chain(steps, 2, [1])(ones(9, 33), ones(33, 33)),
         "best": lambda: operations.best_tokens(ones(3, 5000), 4)[0],
         "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
         "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
@@ -743,7 +742,7 @@ def test_steps_between_attentions_are_one_call_with_the_same_result(
         assert not any(str(node.target).startswith("hf_specdec_cpu") for node in graph.graph.nodes)
         own = operations.functions_for(number)
         counted = SimpleNamespace(run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
-        monkeypatch.setattr(chains, "functions_for", lambda _dtype: counted)
+        monkeypatch.setattr(rewrite, "functions_for", lambda _dtype: counted)
         for rows, columns in ((2, 5), (1, 1), (1, 3), (3, 29), (30, 30), (0, 4)):  # (30, 30): torch multiplies so many
             given = random(columns, rows, 20, dtype=number).transpose(0, 1), random(rows, columns, 24, dtype=number)
             found, expected = graph.forward(*given, *weights), apart.forward(*given, *weights)

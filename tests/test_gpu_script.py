@@ -295,16 +295,16 @@ def test_what_a_profiler_saw_is_counted_by_hand(items: dict[str, Any]) -> None:
 def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
     on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_specdec.verification import compiling
+    from hf_specdec.generation import model_programs
     from hf_specdec.verification.runners import ModelForward
 
     def refuse(*_: Any) -> None:
-        raise compiling.CaptureError("no compiler")
+        raise model_programs.CaptureError("no compiler")
 
-    monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
+    monkeypatch.setattr(model_programs, "CompiledForward", refuse)
     *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
     assert (refused["form"], refused["refused"]) == ("inductor", "no compiler")
-    monkeypatch.setattr(compiling.CompiledForward, "of", lambda model, layers, _mode: ModelForward(model, layers))
+    monkeypatch.setattr(model_programs, "CompiledForward", lambda model, layers, _mode: ModelForward(model, layers))
     *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
     few, more = (row["seconds"] for row in each if row["form"] == "inductor")
     assert program["per_layer"]["seconds"] == pytest.approx(more - few)

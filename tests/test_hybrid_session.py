@@ -155,16 +155,16 @@ def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch:
     (session, learned), budget = merging([7], (1.0, 1.4, 3.0), free=free, head=head), Budget(3, 6, 4)
     learned.count("head", [(1, 0.8)], 2)  # its 0.6 is worth 0.34
     assert session.propose(budget).tree.num_nodes == 1
-    assert session._policy._queries == []
+    assert session._policy.queries == []
     session.observe(first := emitted((3,)))
     assert session.propose(budget).tree.tokens.tolist() == [[3, 3]]
-    ((worth, without, with_it),) = session._policy._queries
+    ((worth, without, with_it),) = session._policy.queries
     assert (without.num_nodes, without.seconds, with_it.num_nodes) == (1, 1.0, 2)
     assert with_it.seconds == pytest.approx(1.4 + 0.5)
     assert worth.num_queries == 0
     session.observe(second := emitted((3, 9)))
     assert (worth.num_queries, worth.seconds) == (1, pytest.approx(0.9))
-    assert session._policy._queries == []
+    assert session._policy.queries == []
     assert free.heard == head.heard == [first, second]
     session.propose(budget)
     # the seconds of a level at the rate of plain steps

@@ -47,11 +47,10 @@ from hf_specdec.generation.call import Request
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.model import CACHE_FIELD
 from reference import OracleDrafter
+from zoo import GREEDY, IDS
 
-IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 HALF_CACHE = DynamicCache()
 HALF_CACHE.offloading = True
-GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
 
 
 def with_oracle(model: Any, pattern: str = "sometimes", ids: torch.Tensor = IDS, **options: Any) -> torch.Tensor:

@@ -21,12 +21,11 @@ from torch import nn
 
 import drafters
 import zoo
-from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec import Eagle3Head, SpeculativeGenerationMixin
 from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.stages import traced_stages
-from hf_specdec.verification import compiling, programs, runners
-from hf_specdec.verification.compiling import unsupported_reason
+from hf_specdec.verification import programs, runners
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from torch_modes import MODES
@@ -102,11 +101,6 @@ def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
     assert compiled.last_speculation.forwards == "eager"
     answers(compiled, 1, {"method": method, "compile": "kernels"})
     assert compiled.last_speculation.forwards == "kernels"
-
-
-def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-    assert answers(compiled, 1, COMPILED, **options) == answers(compiled, 1, None, **options)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "phi", "olmo2", "gpt_oss", "deepseek_v3"])
@@ -218,14 +212,14 @@ def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: s
     """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
     model = speculative_model()
     facts = model._speculation.facts[0]
-    assert not unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts)
     module = model.get_submodule(part)
     module.compile()
-    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
     module._compiled_call_impl = None
-    assert not unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts)
     module.forward = torch.compile(module.forward)
-    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
 
 
 class ReadsTheHost(nn.Module):
@@ -249,7 +243,7 @@ def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: st
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
     with pytest.raises(programs.CaptureError, match=reason):
-        compiling.make_runner(model, facts, frozenset(), "kernels")
+        model_programs.make_runner(model, facts, frozenset(), "kernels")
 
 
 def compiling_facts(model: Any) -> Any:
@@ -366,14 +360,6 @@ def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> N
     assert not model._speculation.programs
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_kernels_that_were_asked_for_and_are_missing(caplog: pytest.LogCaptureFixture) -> None:
-    model = speculative_model()
-    with caplog.at_level(logging.WARNING):
-        assert answers(model, 1, COMPILED) == answers(model, 1, None)
-    assert "the CPU kernels cannot be used: HF_SPECDEC_KERNELS is 'none'" in caplog.text
-
-
 def test_two_threads_share_one_program(compiled: Any) -> None:
     found: dict[int, Any] = {}
     wanted = [answers(compiled, rows, None) for rows in (1, 3)]
@@ -396,11 +382,6 @@ def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     SpeculativeGenerationMixin.detach(model)
     gc.collect()
     assert program() is None
-
-
-def test_a_runner_that_is_missing_is_refused(llama: Any) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="cuda_graph"):
-        answers(llama, 1, SpeculativeConfig(method="prompt_lookup", compile="cuda_graph"))
 
 
 def test_tables_that_a_forward_writes_to_are_no_weights() -> None:

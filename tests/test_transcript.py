@@ -24,12 +24,11 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.acceptance.accepted import cut_rows
 from hf_specdec.acceptance.processors import of_row
-from hf_specdec.acceptance.transcript import Transcript, generator_of
+from hf_specdec.acceptance.transcript import Transcript
 from reference import OracleDrafter
+from zoo import IDS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(
@@ -226,18 +225,6 @@ def test_the_device_decides_where_nobody_on_the_host_looks(monkeypatch: pytest.M
         monkeypatch.setattr("hf_specdec.acceptance.transcript.generator_of", lambda _device, found=generator: found)
         assert text_of([4, 3], do_sample=True).decides_on(GPU) is decides
         assert text_of([4, 3]).decides_on(GPU)
-
-
-def test_the_generator_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert generator_of(CPU) is torch.default_generator
-    module = SimpleNamespace(default_generators=("first", "second"), current_device=lambda: 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
-    assert generator_of(GPU) == "second"  # type: ignore[comparison-overlap]
-    assert generator_of(torch.device("cuda:0")) == "first"  # type: ignore[comparison-overlap]
-    module.default_generators = ()
-    assert generator_of(GPU) is None
-    monkeypatch.setattr(torch, "get_device_module", lambda _device: SimpleNamespace())
-    assert generator_of(GPU) is None
 
 
 @pytest.mark.parametrize(

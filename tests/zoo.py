@@ -17,6 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 96
+IDS = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+"""A prompt, and the options of its plain answer."""
 WINDOW = 8
 
 _SIZES = {

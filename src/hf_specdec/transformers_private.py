@@ -16,7 +16,7 @@ EXTENDED_METHODS = (
     "_prepare_generation_config", "_validate_generation_mode", "_validate_generated_length",
     "_prepare_cache_for_generation", "_sample",
 )  # fmt: skip
-"""Methods of `GenerationMixin` that `generation/hooks.py` extends."""
+"""Methods of `GenerationMixin` that `generation/mixin.py` extends."""
 
 TRAINER_METHODS = (
     "_prepare_inputs", "_get_train_sampler", "_load_from_checkpoint", "_load_optimizer_and_scheduler",

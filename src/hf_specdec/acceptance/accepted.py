@@ -94,13 +94,7 @@ class RowEnds:
 
 
 class DeviceAccount:
-    """The number of tokens that each row may still emit, on the device that chooses tokens.
-
-    Args:
-        remaining: Tokens that each row may still emit; 0 if it has ended.
-        ends: Conditions that end a row.
-        device: Device of the tensors.
-    """
+    """The number of tokens that each row may still emit (0 if it has ended), on the device that chooses tokens."""
 
     def __init__(self, remaining: Sequence[int], ends: RowEnds, device: torch.device) -> None:
         self.device, self.ends = device, ends
@@ -111,17 +105,12 @@ class DeviceAccount:
 def cut_rows(
     tokens: Tensor, lengths: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cut chosen tokens where rows end.
+    """Cut chosen tokens `[B, P]` where rows end; return `[B]` numbers that rows emit, and that they may emit then.
 
     Args:
-        tokens: `[B, P]` chosen tokens.
-        lengths: `[B]` number of chosen tokens in each row.
-        remaining: `[B]` number of tokens that each row may still emit.
-        eos: `[E]` EOS tokens; None if there are none.
-        lockstep: Whether all rows emit as many tokens as the unfinished row with the fewest.
-
-    Returns:
-        `[B]` number of tokens that each row emits, and `[B]` number that it may emit after them, 0 if it has ended.
+        tokens, lengths: Chosen tokens, and `[B]` their number in each row.
+        remaining, eos: See `DeviceAccount`; `[B]`, and `[E]` or None.
+        lockstep: See `RowEnds`.
     """
     width = tokens.shape[1]
     positions = torch.arange(width, device=tokens.device)
@@ -164,8 +153,7 @@ class Transfer:
     def finish(self, extra: Sequence[Tensor] = ()) -> list[list[list[int]]]:
         """Wait for the copy and return each tensor, the extra ones last, as one list per row.
 
-        Args:
-            extra: More tensors to read, launched after the copy started; reading them waits for all launched work.
+        Reading extra tensors, launched after the copy started, waits for all launched work.
         """
         if self._event is None:
             return read(*self._tensors, *extra)
@@ -179,9 +167,6 @@ class Stopwatch:
     """Context manager that measures the device time of the work launched in its block; `take` returns it.
 
     On a device without events, it measures the host time of the block.
-
-    Args:
-        device: Device that runs the work.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,9 +23,7 @@ def cut_paths(
 ) -> tuple[Accepted, Tensor, Tensor]:
     """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `cut_rows`.
 
-    Returns:
-        The kept paths on the device, `[B]` nodes of each row's tree (without root and padding), and `[B]` tokens that
-        each row may still emit after these.
+    Also returns `[B]` nodes of each row's tree (without root and padding), and `[B]` tokens that it may still emit.
     """
     kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
@@ -89,13 +87,7 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
 
     All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
     `rules.descend`. A row's walk ends when the row is finished or the node has no such child; in lockstep, the first
-    row without such a child ends the walk of all rows.
-
-    Args:
-        tree: The tree.
-        transcript: The tokens are appended to it.
-        choose: Chooses the tokens, see `by_scores`; in rows whose walk has ended, any token.
-        host: The tree on the host, if the rule has already read it.
+    row without such a child ends the walk of all rows. `host` is the tree, if the rule has already read it.
     """
     host = host or HostTree(tree)
     rows = range(len(host.roots))
@@ -121,15 +113,11 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
 def by_scores(
     logits: Tensor, transcript: Transcript, decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]]
 ) -> Choose:
-    """Return a function that chooses tokens by processed scores.
+    """Return a function that chooses tokens by the processed scores of logits `[B, N, V]`.
 
-    Without lockstep, tokens are also drawn for rows whose walk has ended, so that random numbers are used in the same
-    order as in `rules.descend`; these tokens are discarded.
-
-    Args:
-        logits: `[B, N, V]` at the nodes of the tree.
-        transcript: Processes the logits.
-        decide: Chooses one token per row, given the indices of all rows, their nodes and processed scores `[B, V]`.
+    `decide` chooses one token per row, given the indices of all rows, their nodes and scores `[B, V]`. Without
+    lockstep, tokens are also drawn for rows whose walk has ended, and discarded: so random numbers are used in the
+    same order as in `rules.descend`.
     """
 
     def choose(nodes: Sequence[int | None]) -> list[int]:
@@ -145,21 +133,13 @@ def by_scores(
 
 
 def keep_paths(
-    tree: TokenTree,
-    logits: Tensor,
-    transcript: Transcript,
-    choose: Callable[[int], list[tuple[int, int]]],
+    tree: TokenTree, logits: Tensor, transcript: Transcript, choose: Callable[[int], list[tuple[int, int]]],
     host: HostTree,
-) -> Accepted:
+) -> Accepted:  # fmt: skip
     """Record the chosen paths, each until its row ends; in lockstep, all paths are cut to the shortest one.
 
-    Args:
-        tree: The tree.
-        logits: `[B, N, V]` at its nodes.
-        transcript: The tokens are appended to it.
-        choose: Returns the path of a row: pairs of a node and the token after it. Not called for finished rows,
-            except for those in lockstep that are not padded.
-        host: The tree on the host.
+    `choose` returns the path of a row: pairs of a node and the token after it. It is not called for finished rows,
+    except for those in lockstep that are not padded.
     """
     rows = range(len(transcript.finished))
     kept: list[list[tuple[int, int]]] = [[] for _ in rows]

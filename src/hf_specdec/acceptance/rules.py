@@ -40,8 +40,8 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     if not transcript.decides_on(logits.device):
         if transcript.processes_scores or transcript.keeps_scores or not can_search(logits):
             return follow(tree, logits, transcript)
-        choices = best_tokens(logits, 1, with_log_probs=False)[1][..., 0].tolist()  # the kernel reads all in less time
-        return walk(tree, transcript, lambda nodes: [row[node or 0] for row, node in zip(choices, nodes, strict=True)])
+        best = best_tokens(logits, 1, with_log_probs=False)[1][..., 0].tolist()  # the kernel reads all in less time
+        return walk(tree, transcript, lambda nodes: [row[node or 0] for row, node in zip(best, nodes, strict=True)])
     decide = descend if transcript.processes_scores else match_at_once
     return decide(tree, logits, transcript)
 
@@ -66,9 +66,8 @@ def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torc
 
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
     """Apply `match` with the argmax at every node as the target's choice, and read the result."""
-    account = transcript.account_on(logits.device)
-    # faster than argmax
-    return settle(*match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
+    account, choices = transcript.account_on(logits.device), logits.max(-1).indices  # faster than argmax
+    return settle(*match(tree, choices, account.remaining, account.eos, account.ends), transcript)
 
 
 def match(
@@ -76,13 +75,8 @@ def match(
 ) -> tuple[Accepted, Tensor, Tensor]:
     """Keep each row's longest path on which every token is the target's choice after its parent, up to the row's end.
 
-    In finished rows, the pad token replaces the target's choices. The result is that of `cut_paths`.
-
-    Args:
-        tree: The tree.
-        choices: `[B, N]` the target's choice after each node.
-        remaining, ends: See `DeviceAccount`.
-        eos: `[E]` EOS tokens; None if there are none.
+    In finished rows, the pad token replaces the target's choices `[B, N]`. The result is that of `cut_paths`; further
+    arguments: see `DeviceAccount`.
     """
     choices = torch.where((remaining == 0)[:, None], ends.pad_token_id, choices)
     ancestors = tree.ancestor_mask()
@@ -266,9 +260,7 @@ def _keep_allowed(
 ) -> Accepted:
     """Keep each row's longest path of allowed tokens (ties go to the likelier path), then draw the token after it.
 
-    Args:
-        tree, logits, transcript: See `AcceptanceRule`.
-        allowed: Returns which tokens may be kept, `[V]` bool, given the processed scores `[V]` at their parent.
+    `allowed` returns which tokens may be kept, `[V]` bool, given the processed scores `[V]` at their parent.
     """
     host = HostTree(tree)
 

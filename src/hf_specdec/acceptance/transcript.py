@@ -46,18 +46,10 @@ class Transcript:
     """
 
     def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        *,
-        max_length: int,
-        do_sample: bool,
-        lockstep: bool = False,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
+        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList, *,
+        max_length: int, do_sample: bool, lockstep: bool = False, keep_scores: bool = False, keep_logits: bool = False,
         pad_token_id: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows, self.prompt_length = input_ids.shape
         self._prompt = input_ids
         self._processor = logits_processor
@@ -137,13 +129,9 @@ class Transcript:
         return torch.tensor([row in rows for row in range(len(self.finished))], dtype=torch.bool, device=device)
 
     def begin(self, logits: Tensor) -> Tensor:
-        """Choose and record the first token of all rows, in one batched call as in plain generate.
+        """Choose and record the first token of all rows, in one batched call as in plain generate; return them `[B]`.
 
-        Args:
-            logits: `[B, V]` of the prompt's last position.
-
-        Returns:
-            `[B]` the first roots.
+        The logits `[B, V]` are those of the prompt's last position.
         """
         tokens = self.draw(self.column_scores(logits))
         (rows,) = read(tokens[:, None])
@@ -172,12 +160,9 @@ class Transcript:
         return scores
 
     def row_scores(self, row: int, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
-        """Return the processed scores `[V]` of a row's next token.
+        """Return the processed scores `[V]` of a row's next token, given the logits `[V]` at the end of its text.
 
-        Args:
-            row: Index of the row.
-            logits: `[V]` at the row's last token, or at the end of the path.
-            path: Tokens to append to the row's text for this call only.
+        The tokens of a path are appended to the row's text for this call only.
         """
         ids = self._text(self.prompt_length + len(self.new_tokens[row]))[row : row + 1]
         if path and self._reads_text:
@@ -292,11 +277,7 @@ class Transcript:
 class Draws:
     """The draws of one step, made column by column before it is known how many columns are emitted.
 
-    `keep` then resets the generator, as if the columns that are not emitted had not been drawn.
-
-    Args:
-        transcript: Chooses the tokens.
-        generator: The generator that sampling uses; None if nothing is sampled.
+    `keep` then resets the generator (None if nothing is sampled), as if other columns had not been drawn.
     """
 
     def __init__(self, transcript: Transcript, generator: torch.Generator | None) -> None:

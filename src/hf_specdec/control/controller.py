@@ -33,11 +33,7 @@ class Controller(Protocol):
 
 
 class FixedController:
-    """Controller with the same budget in every step.
-
-    Args:
-        budget: The budget.
-    """
+    """Controller with the same budget in every step."""
 
     step_costs: StepCostFunction | None = None
 
@@ -53,8 +49,9 @@ class FixedController:
 
     def report(self) -> dict[str, Any]:
         """Return the controller's name ("fixed") and the three sizes of the budget."""
-        limits = {name: getattr(self.budget, name) for name in ("num_nodes", "num_steps", "top_k")}
-        return {"controller": "fixed", **limits}
+        budget = self.budget
+        sizes = {"num_nodes": budget.num_nodes, "num_steps": budget.num_steps, "top_k": budget.top_k}
+        return {"controller": "fixed", **sizes}
 
 
 class TierController:

@@ -81,13 +81,11 @@ def time_forwards(
     model supports no trees.
 
     Args:
-        model: The target.
+        model, facts: The target, and the result of the probe; None probes the model.
         sizes: Numbers of nodes, root included.
         context: Committed tokens before the tree, at least 1.
-        facts: The result of the probe; None probes the model.
         rows: Batch size.
-        rounds: Timed forwards per size, after one warm-up.
-        pick: Reduces the times of one size to one number, such as the median.
+        rounds, pick: Timed forwards per size, after one warm-up, and what reduces their times to one number.
         runner: Compiled or captured forward; None: the model's own.
     """
     facts = facts or inspect_target(model)
@@ -113,10 +111,7 @@ def time_forwards(
 def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> float:
     """Return the median seconds of one forward of the head: one level of a tree, or all levels if it is Medusa's.
 
-    Args:
-        model: The target, whose lm_head the head may share.
-        head: The head.
-        position: Position id of the forward's only token.
+    The forward's only token has this position; the head may share the lm_head of the target `model`.
     """
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     features = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
@@ -177,14 +172,8 @@ class StepCosts:
     ) -> StepCosts:
         """Return costs of which only the expected ratios are known; runs no forward.
 
-        Seconds are assumed to depend on the nodes of all rows together: as learned at another batch size, otherwise
-        see `EXPECTED_NODE_COST`.
-
-        Args:
-            device: The target's device.
-            rows: Batch size.
-            widest: Nodes per row of the largest tree.
-            known: Another batch size and its costs.
+        Seconds are assumed to depend on the nodes of all rows together: as `known` of another batch size, otherwise
+        see `EXPECTED_NODE_COST`. `widest` is the number of nodes per row of the largest tree.
         """
         widths = _widths(widest, rows)
         if known is not None:
@@ -201,13 +190,7 @@ class StepCosts:
     ) -> StepCosts:  # fmt: skip
         """Time the verify forward at a few widths (see `time_forwards`) and create the costs from it.
 
-        Args:
-            model: The target.
-            facts: The result of the probe.
-            rows: Batch size.
-            widest: Nodes per row of the largest tree; fewer are timed for large batches, see `MAX_MEASURED_NODES`.
-            context: Tokens of the prompt; at most 512 are used, because real steps correct longer contexts.
-            runner: Compiled or captured forward; None: the model's own.
+        At most 512 tokens of `context` are used, because real steps correct longer contexts.
         """
         widths, begin = _widths(widest, rows), time.perf_counter()
         # the fastest of few, because noise only makes a forward slower
@@ -253,12 +236,9 @@ class StepCosts:
         return self.plain if share == 1 else _at(_interpolated(self._current()), share)
 
     def table(self, share: float = 1.0) -> tuple[float, ...]:
-        """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.
+        """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`; see also `RETRY_STEPS`.
 
-        Widths not used for a long time are assumed to be cheaper than known, see `RETRY_STEPS`.
-
-        Args:
-            share: Fraction of the rows that take part; seconds are assumed to depend on the total number of nodes.
+        `share` is the fraction of the rows that take part; seconds are assumed to depend on the total number of nodes.
         """
         whole = _interpolated(
             {width: seconds * exp(-self._unvisited[width] / RETRY_STEPS) for width, seconds in self._current().items()}
@@ -409,10 +389,8 @@ class Arms:
     def observe(self, tokens: float, seconds: float, plain_seconds: float) -> None:
         """Count a step of the current arm; at the end of a stretch, choose the next arm.
 
-        Args:
-            tokens: Tokens emitted per row that took part.
-            seconds: Duration of the step, drafting included.
-            plain_seconds: Expected duration of a plain step of the same rows.
+        `tokens` are those emitted per row that took part; the seconds are those of the step, drafting included, and
+        those expected of a plain step of the same rows.
         """
         known, arm = self._known, self.arm
         self._progress += tokens * plain_seconds

@@ -41,11 +41,7 @@ class StopRule:
     """Rule that decides, while one row's tree grows, whether a larger tree could still be faster.
 
     Nodes are added in order of falling path probability. Growth stops once a larger tree would not be faster even if
-    all further nodes were as likely as the next one.
-
-    Args:
-        costs: Seconds of a step that verifies 1, 2, ... nodes.
-        draft_seconds: Seconds of drafting.
+    all further nodes were as likely as the next one. For the arguments see `best_width`.
     """
 
     def __init__(self, costs: Sequence[float], draft_seconds: float) -> None:
@@ -151,17 +147,13 @@ class QueryStats:
     stale: int = 0  # steps from the previous query to the latest one
 
     def is_due(self, without: Width, rows: int, share: float) -> bool:
-        """Whether to try this depth although it is not expected to be the fastest choice.
+        """Whether to try this depth of a head although the best width `without` the head is expected to be faster.
 
         The first trials are made if a good head could pay. Later ones follow a pause: the cost may have been measured
-        under other load, and the gain on another kind of text.
-
-        Args:
-            without: The best width without the head.
-            rows: Active rows.
-            share: Fraction of the time that trials may take, which limits the pause; 0: `MAX_PAUSE` limits it.
+        under other load, and the gain on another kind of text. `share` is the fraction of the time that trials may
+        take, which limits the pause; 0: `MAX_PAUSE` limits it.
         """
-        if self.num_queries < self.trials and self._rate(without, rows, PRIOR_GAIN) > without.rate:
+        if self.num_queries < self.trials and self.rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
         longest = self.seconds / (share * without.seconds) if share else MAX_PAUSE
         return self.waited > min(self.pause, max(longest, MIN_PAUSE))
@@ -171,12 +163,9 @@ class QueryStats:
         self.gains = {place: (min(queries, FADED_QUERIES), gain) for place, (queries, gain) in self.gains.items()}
         self.pause = max(MIN_PAUSE, self.pause // 2)
 
-    def rate(self, without: Width, rows: int) -> float:
+    def rate(self, without: Width, rows: int, gain: float | None = None) -> float:
         """Return the expected progress (see `Width`) per second of a step that queries the head to this depth."""
-        _, gain = self._known(without.tokens / rows)
-        return self._rate(without, rows, gain)
-
-    def _rate(self, without: Width, rows: int, gain: float) -> float:
+        gain = self._known(without.tokens / rows)[1] if gain is None else gain
         progress = without.progress * (without.tokens + rows * gain) / without.tokens
         return progress / (without.seconds + self.seconds)
 
@@ -186,12 +175,9 @@ class QueryStats:
         return self.gains.get(_gain_class(expected), (0, prior))
 
     def learn(self, without: Width, with_it: Width, gained: float, rows: int) -> None:
-        """Update gain and cost after a step with a query.
+        """Update gain and cost after a query, given the best widths without and with the head's draft.
 
-        Args:
-            without, with_it: The best widths without and with the head's draft.
-            gained: Emitted tokens of all rows beyond those expected without the head; may be negative.
-            rows: Active rows.
+        `gained` are emitted tokens of all active rows beyond those expected without the head; may be negative.
         """
         expected = without.tokens / rows
         queries, gain = self._known(expected)
@@ -232,7 +218,7 @@ class HeadSchedule:
 
     def __init__(self, num_steps: int, *, stops_itself: bool = False) -> None:
         depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
-        self.options = [QueryStats(depth) for depth in sorted(depths)] if not stops_itself else [QueryStats(num_steps)]
+        self.options = [QueryStats(depth) for depth in ([num_steps] if stops_itself else sorted(depths))]
         self.level_seconds = 0.0  # moving average of drafting one level; 0.0: not measured yet
 
     @property
@@ -258,14 +244,9 @@ class HeadSchedule:
         self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
     def choose(self, without: Width, rows: int) -> QueryStats | None:
-        """Choose the depth to query in this step, and update waiting times and pauses; call at most once per step.
+        """Choose the depth to query in this step (None: do not query), and update waiting times and pauses.
 
-        Args:
-            without: The best width without the head.
-            rows: Active rows.
-
-        Returns:
-            The statistics of that depth; None: do not query.
+        Call at most once per step, with the best width without the head and the number of active rows.
         """
         for option in self.options:
             option.waited += 1
@@ -341,15 +322,9 @@ class LearnedStats:
             schedule.fade()
 
     def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
-        """Return the schedule of a head, created if there is none for this batch size and depth.
+        """Return the schedule of the head of this drafter, created if there is none for this batch size and depth.
 
-        A new schedule starts with the gains of the head's schedule for another batch size or depth, if any; see
-        `HeadSchedule.inherit`.
-
-        Args:
-            name: Name of the head's drafter.
-            batch_size: Rows of the batch.
-            num_steps, stops_itself: See `HeadSchedule`.
+        A new one starts with the gains of the head's schedule for another batch size or depth, if any.
         """
         known = self.schedules.get((name, batch_size))
         if known is None or known.deepest.num_steps != num_steps:
@@ -361,10 +336,7 @@ class LearnedStats:
         return known
 
     def trust(self, source: str) -> Trust:
-        """Return the factors for a source's probabilities: the ratios of its hits to its expected hits, smoothed.
-
-        The guess for a class comes from the other classes.
-        """
+        """Return the factors for a source's probabilities: the ratios of its hits to its expected hits, smoothed."""
         classes = self._hits.get(source)
         if classes is None:
             return UNKNOWN
@@ -378,13 +350,7 @@ class LearnedStats:
         )
 
     def count(self, source: str, candidates: Sequence[tuple[int, float]], emitted: int) -> None:
-        """Count one emitted position at which a source had candidates.
-
-        Args:
-            source: Name of the source.
-            candidates: Token and probability of each of its candidates there.
-            emitted: The emitted token.
-        """
+        """Count one emitted token at whose position a source had these candidates (tokens and probabilities)."""
         before = self._hits.get(source) or [(0.0, 0.0)] * len(UNKNOWN)
         classes = [(TRUST_MEMORY * expected, TRUST_MEMORY * hits) for expected, hits in before]
         for token, probability in candidates:
@@ -410,6 +376,8 @@ class MergePolicy:
 
     Attributes:
         expected_drafts, accepted_drafts: Expected and actual number of accepted drafted tokens so far.
+        without: The best width of this step without heads.
+        queries: The queries of this step, each with the best widths before and after it; `observe` learns from them.
     """
 
     def __init__(
@@ -419,12 +387,10 @@ class MergePolicy:
         self._stops_heads = reads_are_free
         self._costs: tuple[float, ...] = ()
         self._free_seconds = 0.0  # of querying and updating the free sources, a moving average
-        self._without: Width | None = None  # the best width of this step without heads
-        self._queries: list[tuple[QueryStats, Width, Width]] = []  # of this step, with the widths before and after
+        self.without: Width | None = None
+        self.queries: list[tuple[QueryStats, Width, Width]] = []
         self._expected: float | None = None  # drafts expected of this step
         self.expected_drafts, self.accepted_drafts = 0.0, 0
-
-    # ------------------------------------------------------------------------------------------- one step
 
     def begin_step(self) -> None:
         """Update the costs before a step is drafted."""
@@ -439,72 +405,49 @@ class MergePolicy:
         return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds) if self._costs else None
 
     def choose_width(self, rows: Sequence[Sequence[float]], num_nodes: int, head_seconds: float = 0.0) -> Width:
-        """Return the best width; the largest, with placeholders for tokens and seconds, if costs are unknown.
+        """Return the best width up to `num_nodes`, see `best_width`; if costs are unknown, that number of nodes.
 
-        Args:
-            rows: Path probabilities of the trees, see `best_width`.
-            num_nodes: The largest width.
-            head_seconds: Seconds of the heads' drafts of this step.
+        `head_seconds` are those of the heads' drafts of this step.
         """
         if not self._costs:
             return Width(num_nodes, float(len(rows)), float(len(rows)), 1.0)
         return best_width(rows, self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def finish_draft(self, rows: Sequence[Sequence[float]], width: Width, free_seconds: float) -> None:
-        """Record the tree to verify.
-
-        Args:
-            rows: Path probabilities of the trees.
-            width: The width that is verified.
-            free_seconds: Seconds of querying the free sources.
-        """
+        """Note the path probabilities of the trees, the width that is verified, and the free sources' seconds."""
         known = self._free_seconds
         self._free_seconds = known + HEAD_SMOOTHING * (free_seconds - known) if known else free_seconds
         self._expected = sum(sum(row[1 : width.num_nodes]) for row in rows)
 
     def observe(self, num_emitted: int, num_accepted: int, active_rows: int, free_seconds: float) -> None:
-        """Learn from the result of a step.
-
-        Args:
-            num_emitted, num_accepted: Emitted tokens and accepted drafted tokens of all rows.
-            active_rows: Rows that took part.
-            free_seconds: Seconds of updating the free sources.
-        """
+        """Learn from the emitted and the accepted drafted tokens of all rows, and the free sources' seconds."""
         if self._expected is not None:
             self._free_seconds += HEAD_SMOOTHING * free_seconds
             self.expected_drafts += self._expected
             self.accepted_drafts += num_accepted if self._expected else 0
         self._expected = None
-        if self._queries:
+        if self.queries:
             # tokens beyond those expected from the free sources are credited to the heads by their expected gains
-            before, after = self._queries[0][1].tokens, self._queries[-1][2].tokens
-            for stats, without, with_it in self._queries:
+            before, after = self.queries[0][1].tokens, self.queries[-1][2].tokens
+            for stats, without, with_it in self.queries:
                 promised = with_it.tokens - without.tokens
-                share = promised / (after - before) if after > before else 1 / len(self._queries)
+                share = promised / (after - before) if after > before else 1 / len(self.queries)
                 stats.learn(without, with_it, share * (num_emitted - before), active_rows)
-        self._queries = []
-
-    # ------------------------------------------------------------------------------------------- heads
+        self.queries = []
 
     def schedule(self, name: str, num_steps: int) -> HeadSchedule:
         """Return the schedule of a head with this depth."""
         return self._learned.schedule(name, self._batch_size, num_steps, stops_itself=self._stops_heads)
 
-    def choose_query(self, schedule: HeadSchedule, without: Width, active_rows: int) -> QueryStats | None:
-        """Return the statistics of the depth to query a head to; None: do not query it."""
-        return schedule.deepest if self._step_costs is None else schedule.choose(without, active_rows)
+    def choose_query(self, schedule: HeadSchedule, without: Width | None, active_rows: int) -> QueryStats | None:
+        """Return the statistics of the depth to query a head to; None: do not query it.
 
-    def choose_launch(self, schedule: HeadSchedule, active_rows: int) -> QueryStats | None:
-        """Apply `choose_query` for the next step, before the host has read the result of this step.
-
-        The best width without heads is not known for the next step yet, so that of this step is used. Returns None if
-        that is not known either.
+        Before the host has read a step, the best width without heads is not known for the next one: that of this step
+        is used, and nothing is queried if it is not known either (None).
         """
-        return None if self._without is None else self.choose_query(schedule, self._without, active_rows)
-
-    def expect(self, without: Width) -> None:
-        """Note the best width of this step without heads, for `choose_launch`."""
-        self._without = without
+        if without is None or self._step_costs is None:
+            return None if without is None else schedule.deepest
+        return schedule.choose(without, active_rows)
 
     def min_level_probability(self, schedule: HeadSchedule, without: Width) -> float:
         """Return `Budget.min_level_probability` for a head: below it, another level costs more than it gains.
@@ -512,7 +455,3 @@ class MergePolicy:
         0.0 (no minimum) if reading the device is not free or costs are unknown.
         """
         return schedule.level_seconds * without.rate if self._stops_heads and self._costs else 0.0
-
-    def note_query(self, stats: QueryStats, before: Width, after: Width) -> None:
-        """Note a query of this step, with the best widths before and after it; `observe` learns from it."""
-        self._queries.append((stats, before, after))

@@ -92,11 +92,9 @@ def processor_features() -> frozenset[str]:
 
 
 def choose_instruction_set(features: frozenset[str], machine: str, most: str) -> InstructionSet:
-    """Return the best instruction set of a processor, or raise `NoKernelsError`.
+    """Return the best instruction set of a processor (see `processor_features`), or raise `NoKernelsError`.
 
-    Args:
-        features, machine: See `processor_features`, and `platform.machine()`.
-        most: Value of the environment variable: a name that excludes better ones, "none", or empty.
+    `most` is the environment variable: a name that excludes better ones, "none", or empty.
     """
     names = [entry.name for entry in INSTRUCTION_SETS]
     if most == "none":
@@ -274,9 +272,6 @@ def open_library() -> tuple[InstructionSet, ctypes.CDLL]:
     """Return the kernels for this processor, built if necessary.
 
     If the cache directory cannot be used, they are built for this process only, with a warning.
-
-    Raises:
-        NoKernelsError: There are none for this machine.
     """
     instructions, compiler = _this_machine(), find_compiler()
     try:

@@ -3,12 +3,20 @@
 Products are recorded as the operation `linear` while tracing (`RecordProducts`). Afterwards `use_kernels` finds the
 other patterns among the traced operations, so nothing depends on an architecture's classes. Operations that match no
 pattern do not change.
+
+`join_steps` then joins consecutive products and norms into chains, each of which is one call of the kernels. A call
+takes about six microseconds, most of it Python and the start of threads, which adds up to a noticeable part of a small
+model's forward. Between two attentions a decoder layer has six (the product after attention, RMSNorm, the gated
+products, the product after them, the next layer's RMSNorm and its queries, keys and values); with chains two are left.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -18,9 +26,20 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_specdec.cpu import operations
-from hf_specdec.cpu.operations import DTYPES, GELU_TANH, NO_ACTIVATION, SILU, can_multiply, define_operations
+from hf_specdec.cpu.operations import (
+    DTYPES,
+    GELU_TANH,
+    NO_ACTIVATION,
+    SILU,
+    can_multiply,
+    define_operations,
+    functions_for,
+    widest_rows,
+)
 
 aten, kernels = torch.ops.aten, torch.ops.hf_specdec_cpu
+MAX_WEIGHTS = 4
+"""Most weights of one step, as in steps.h."""
 
 
 class RecordProducts(TorchFunctionMode):
@@ -43,9 +62,8 @@ class RecordProducts(TorchFunctionMode):
 def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
     """Replace patterns of a traced graph by kernels, in place; return the number of products that it runs.
 
-    Args:
-        graph: A traced graph whose weights are inputs, see `lift_weights`.
-        attention: Two operations, see `_join_attention`; None if the graph has no attention that can be joined.
+    Its weights are inputs, see `lift_weights`. `attention` are two operations, see `_join_attention`; None if the
+    graph has no attention that can be joined.
     """
     for node in list(graph.graph.nodes):
         _match_norm(node)
@@ -303,3 +321,165 @@ def _join_products(graph: fx.Graph) -> None:
                 part.meta = dict(node.meta)
                 node.replace_all_uses_with(part)
                 begin = end
+
+
+# ----------------------------------------------------------------------------------------------- chains
+
+_Long, _Weights = ctypes.c_long, ctypes.c_long * MAX_WEIGHTS
+
+
+class _StepFields(ctypes.Structure):
+    """`struct Step` of steps.h."""
+
+    _fields_ = (
+        ("count", _Long), ("k", _Long), ("x", _Long), ("y", _Long), ("residual", _Long), ("weights", _Weights),
+        ("biases", _Weights), ("sizes", _Weights), ("activation", _Long), ("wide", _Long), ("early", _Long),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStep:
+    """A product or a norm of a chain. Places: those of the chain's inputs come first, then those of its steps."""
+
+    x: int  # place
+    weights: tuple[int, ...]  # places; a norm has one
+    k: int  # numbers in a row of x
+    size: int  # numbers in a row of the result
+    biases: tuple[int | None, ...] = ()  # places
+    sizes: tuple[int, ...] = ()  # rows of the weights; () for a norm
+    activation: int = NO_ACTIVATION
+    residual: int | None = None  # place
+    is_wide: bool = False  # whether a norm's weight is float32 beside other inputs in bfloat16
+    eps: float = 0.0
+    early: bool = False
+
+    def fields(self, place: int) -> _StepFields:
+        """Return the step for the library; its result has this place."""
+        weights = _Weights(*self.weights)
+        biases = _Weights(*(-1 if bias is None else bias for bias in self.biases))
+        residual = -1 if self.residual is None else self.residual
+        places = self.x, place, residual, weights, biases
+        options = self.activation, self.is_wide, self.early, self.eps
+        return _StepFields(len(self.sizes), self.k, *places, _Weights(*self.sizes), *options)
+
+    def run(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the result, given the values of all places before."""
+        x, weights = values[self.x], [values[place] for place in self.weights]
+        if not self.sizes:
+            return operations.rms_norm(x, weights[0], self.eps, self.early)
+        biases = [None if place is None else values[place] for place in self.biases]
+        residual = None if self.residual is None else values[self.residual]
+        return operations.linear(x, weights, biases, self.activation, residual)
+
+
+def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
+    """Return a function of `inputs` tensors that runs steps for the same rows one after the other.
+
+    Inputs with rows come before the weights. It returns the results of the steps with these indices: a tensor if there
+    is one, otherwise a tuple. More rows than `operations.limit_rows` allows are left to `ChainStep.run`.
+    """
+    count, kept = len(steps), tuple(outputs)
+    array = (_StepFields * count)(*[step.fields(inputs + index) for index, step in enumerate(steps)])
+    inner = [index for index in range(count) if index not in kept]
+    begins = [sum(steps[before].size for before in inner[:number]) for number in range(len(inner))]
+    scratch_size, sizes = sum(steps[index].size for index in inner), [steps[index].size for index in kept]
+    order = [(inner + list(kept)).index(index) for index in range(count)]
+    first, k, table = steps[0].x, steps[0].k, ctypes.c_void_p * (inputs + count)
+    with_rows = 1 + max(place for step in steps for place in (step.x, step.residual or 0) if place < inputs)
+
+    def chain(*tensors: Tensor) -> Any:
+        x = tensors[first]
+        rows = x.numel() // k
+        if not 0 < rows <= widest_rows(x.dtype):
+            values = list(tensors)
+            for step in steps:
+                values.append(step.run(values))
+            results = [values[inputs + index] for index in kept]
+            return results[0] if len(results) == 1 else tuple(results)
+        read = [*(tensor.contiguous() for tensor in tensors[:with_rows]), *tensors[with_rows:]]
+        lead = x.shape[:-1]
+        made = [x.new_empty(*lead, size) for size in sizes]
+        scratch = x.new_empty(rows * scratch_size)
+        begin, wide = scratch.data_ptr(), rows * x.itemsize
+        places = [begin + wide * offset for offset in begins] + [result.data_ptr() for result in made]
+        addresses = [tensor.data_ptr() for tensor in read] + [places[index] for index in order]
+        functions_for(x.dtype).run(array, count, table(*addresses), rows, torch.get_num_threads())
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return chain
+
+
+def join_steps(graph: fx.GraphModule) -> int:
+    """Join consecutive products and norms of a graph from `use_kernels` into chains, in place; return their number."""
+    runs, current = list[list[fx.Node]](), list[fx.Node]()
+    for node in graph.graph.nodes:
+        if _is_step(node) and (not current or _has_same_rows(node, current[0])):
+            current.append(node)
+        else:
+            runs.append(current)
+            current = [node] if _is_step(node) else []
+    chains = [run for run in runs if len(run) > 1]
+    for run in chains:
+        _join(graph.graph, run)
+    graph.recompile()
+    return len(chains)
+
+
+def _is_step(node: Any) -> bool:
+    """Whether a node can be a step of a chain."""
+    if node.op != "call_function":
+        return False
+    if node.target is kernels.rms_norm.default:
+        weight = node.args[1]
+        return bool(weight.op == "placeholder" and weight.meta["val"].is_contiguous())
+    if node.target is not kernels.linear.default:
+        return False
+    weights, biases = node.args[1], node.args[2]
+    used = [*weights, *(bias for bias in biases if bias is not None)]
+    return len(weights) <= MAX_WEIGHTS and all(one.op == "placeholder" for one in used)
+
+
+def _has_same_rows(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two steps have as many rows, in the same dimensions, of the same dtype."""
+    (*rows, _), (*others, _) = node.meta["val"].shape, other.meta["val"].shape
+    same = node.meta["val"].dtype == other.meta["val"].dtype and len(rows) == len(others)
+    return same and all(statically_known_true(a == b) for a, b in zip(rows, others, strict=True))
+
+
+def _join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
+    inside = set(run)
+    used: list[fx.Node] = []  # inputs: those with rows first, then weights
+    for node in run:
+        with_rows = [node.args[0], *node.args[4:5]] if node.target is kernels.linear.default else [node.args[0]]
+        used += [one for one in with_rows if isinstance(one, fx.Node) and one not in inside]
+    used += [one for node in run for one in node.all_input_nodes if one not in inside]
+    inputs = list(dict.fromkeys(used))
+    places = {node: place for place, node in enumerate([*inputs, *run])}
+    outputs = [index for index, node in enumerate(run) if any(user not in inside for user in node.users)]
+    chain = make_chain([_step(node, places) for node in run], len(inputs), outputs)
+    with graph.inserting_before(run[0]):
+        joined = graph.call_function(chain, tuple(inputs))
+        parts = [joined]
+        if len(outputs) > 1:
+            parts = [graph.call_function(getitem, (joined, number)) for number in range(len(outputs))]
+    for part, index in zip(parts, outputs, strict=True):
+        part.meta = dict(run[index].meta)
+        run[index].replace_all_uses_with(part, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(run):
+        graph.erase_node(node)
+
+
+def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
+    x = node.args[0]
+    size, k = int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])
+    if node.target is kernels.rms_norm.default:
+        weight, eps, early = node.args[1:]
+        is_wide = weight.meta["val"].dtype == torch.float32
+        return ChainStep(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
+    weights, biases, activation, *rest = node.args[1:]
+    residual = next((places[one] for one in rest if one is not None), None)
+    of_weights = tuple(places[weight] for weight in weights)
+    of_biases = tuple(None if bias is None else places[bias] for bias in biases)
+    sizes = tuple(len(weight.meta["val"]) for weight in weights)
+    return ChainStep(places[x], of_weights, k, size, of_biases, sizes, activation, residual)

@@ -262,7 +262,7 @@ class _HybridSession(DraftSession):
         trees = self._merge(budget)
         free_seconds = time.perf_counter() - begin
         width = self._policy.choose_width([tree.path_probs for tree in trees], budget.num_nodes)
-        self._policy.expect(width)
+        self._policy.without = width
         head_seconds = 0.0
         for head in self._heads:
             answer = self._answer(head, budget, width)
@@ -279,7 +279,7 @@ class _HybridSession(DraftSession):
             head_seconds += seconds
             wider = self._policy.choose_width([tree.path_probs for tree in trees], budget.num_nodes, head_seconds)
             if answer.usual:
-                self._policy.note_query(answer.stats, width, wider)
+                self._policy.queries.append((answer.stats, width, wider))
             width = wider
         self._policy.finish_draft([tree.path_probs for tree in trees], width, free_seconds)
         return self._draft(trees, width.num_nodes)
@@ -327,7 +327,7 @@ class _HybridSession(DraftSession):
             if not head.session.can_launch:
                 continue
             schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
-            stats = self._policy.choose_launch(schedule, len(self._active))
+            stats = self._policy.choose_query(schedule, self._policy.without, len(self._active))
             if stats is None:
                 continue
             limits = head.limits_within(budget, stats)

@@ -92,13 +92,7 @@ class AutoSpeculativeModelForCausalLM:
 
 
 def _target_of(head: Any, named: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name of a head's target and the arguments to load it with.
-
-    Args:
-        head: The head.
-        named: The head's path or Hub id, as given by the user.
-        kwargs: The user's arguments of `from_pretrained`.
-    """
+    """Return the name of the target of a head, given by the user as `named`, and the arguments to load it with."""
     base = head.config.base_model_name_or_path
     if head.layout in WHOLE_MODELS:  # the target and its heads are one checkpoint
         return named, kwargs
@@ -129,10 +123,7 @@ def _check_target(base: Any, head: Any, subfolder: str) -> None:
     A head from the Hub is untrusted: it may name a Hub id or a directory inside its own repository, but no other path
     on this machine. A head in a local directory may also name a local directory that holds a model.
 
-    Args:
-        base: The target in the head's config; None and "" mean no target.
-        head: The head's path or Hub id.
-        subfolder: Folder of the head inside that path or repository; "" is its top.
+    The target None or "" means that there is none. The subfolder is that of the head inside its repository.
     """
     if base in (None, "") or (isinstance(base, str) and _can_be_named(base, Path(head), subfolder)):
         return
@@ -165,12 +156,7 @@ def _is_hub_id(name: Any) -> bool:
 
 
 def _translate_errors(name: Any, head: Any) -> AbstractContextManager[None]:
-    """Convert the errors that transformers and the Hub client raise if a model cannot be loaded.
-
-    Args:
-        name: The model's path or Hub id.
-        head: The head that names the model; None if the user named it.
-    """
+    """Convert the errors of loading the model of this name, which a head names (None: the user)."""
     named = "" if head is None else f", which the head {head} names,"
     return translated(
         CheckpointFormatError,

@@ -39,7 +39,7 @@ from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
-from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
+from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import checks
 from hf_specdec.generation.checks import ASSISTED, PARD
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
@@ -126,10 +126,6 @@ class Call:
 
         `compile="auto"` uses graphs, which are captured during generation, if the device supports them, and the
         kernels on a CPU as soon as `kernels_pay`; it never uses inductor, which takes longer to compile.
-
-        Args:
-            new_tokens: Maximum number of new tokens of this call.
-            waits: Whether to wait until the CPU kernels are compiled if `compile` is `"auto"`.
         """
         mode: Any = self.config.compile
         has_graphs = execution_device(self.model).type in GRAPH_BACKENDS
@@ -218,12 +214,8 @@ def plan_call(
 ) -> Call:  # fmt: skip
     """Return the call with all that does not depend on the prompt, after checking those options.
 
-    If the model has changed, it is probed again and the drafter is bound again.
-
-    Args:
-        model: An attached model.
-        request: The user's arguments.
-        mode, generation_config, mode_kwargs: The other arguments of `generate()`, as transformers prepared them.
+    If the model has changed, it is probed again and the drafter is bound again. `mode`, `generation_config` and
+    `mode_kwargs` are the other arguments of `generate()`, as transformers prepared them.
     """
     config, state = SpeculativeConfig.of(request.speculative), state_of(model)
     checks.check_mode(mode, generation_config, mode_kwargs)
@@ -241,7 +233,11 @@ def plan_call(
         name: bool(generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
     }
-    checks.check_attentions(layer_outputs["attentions"], facts)
+    if layer_outputs["attentions"] and not facts.supports_trees:
+        raise UnsupportedGenerationError(
+            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
+            "Drop one of them.",
+        )
     limits = limits if facts.supports_trees else limits.chain
     rule = _rule(config, generation_config)
     return Call(model, config, drafter, limits, rule, facts, layer_outputs)
@@ -358,14 +354,7 @@ def is_distributed() -> bool:
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:
-    """Do the one-time work of the first call with these settings: check, compile, capture, measure.
-
-    Args:
-        model: An attached model.
-        speculative: As in `generate()`.
-        rows: Batch size of later calls.
-        context: Prompt tokens of later calls.
-    """
+    """Do the one-time work of calls with these settings, rows and prompt tokens: check, compile, capture, measure."""
     mode = GenerationMode.GREEDY_SEARCH
     call = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
     call.use_programs(2**31, waits=True)  # later calls are assumed to be long enough for any one-time work to pay

@@ -70,25 +70,21 @@ def _refuse(*table: _Row) -> None:
 
 def check_arguments(prompt: Any) -> None:
     """Refuse a prompt that is text, a list, or a dict that was not unpacked: transformers fails without a reason."""
-    _refuse(
-        (
-            prompt is not None and not isinstance(prompt, Tensor),
+    if prompt is not None and not isinstance(prompt, Tensor):
+        raise UnsupportedGenerationError(
             f"The prompt must be a tensor of token ids, got a {type(prompt).__name__}.",
             'Call generate(**tokenizer(text, return_tensors="pt"), ...).',
-        ),
-    )
+        )
 
 
 def check_batch_arguments(arguments: dict[str, Any]) -> None:
     """Remove `speculative` and `assistant_model` from the arguments of `generate_batch()`; refuse them if set."""
     for name in ("speculative", "assistant_model"):
-        _refuse(
-            (
-                arguments.pop(name, None) not in (None, False),
+        if arguments.pop(name, None) not in (None, False):
+            raise UnsupportedGenerationError(
                 f"Continuous batching decodes without speculation, so `{name}` would have no effect.",
                 f"Drop `{name}`, or use generate().",
-            ),
-        )
+            )
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -165,17 +161,6 @@ def check_assistant(model: Any, tokenizer: Any, assistant_tokenizer: Any, config
             "`assistant_tokenizer` is given, but `tokenizer`, that of the model itself, is not.",
             "Pass both, or neither if they are the same.",
             InvalidConfigError,
-        ),
-    )
-
-
-def check_attentions(wanted: bool, facts: TargetFacts) -> None:
-    """Refuse attentions of a model that verifies chains only."""
-    _refuse(
-        (
-            wanted and not facts.supports_trees,
-            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
-            "Drop one of them.",
         ),
     )
 
@@ -283,10 +268,7 @@ def check_inputs(
 ) -> None:  # fmt: skip
     """Refuse model inputs with unknown values for generated tokens, and sizes that do not fit.
 
-    Args:
-        config, generation_config, model_kwargs, facts: Of the call and its model.
-        num_prompts, num_rows: Prompts, and rows of the batch: several per prompt with `num_return_sequences`.
-        needed_slots: Cache slots for prompt, answer and one tree.
+    There are several rows per prompt with `num_return_sequences`. Prompt, answer and one tree need `needed_slots`.
     """
     unknown = sorted(
         name
@@ -329,20 +311,14 @@ def check_inputs(
 def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int, facts: TargetFacts, num_rows: int) -> int:
     """Return the number of tokens in a cache that the user passed; refuse a cache that cannot be continued.
 
-    Args:
-        cache: The user's cache.
-        config: Generation config of the call.
-        max_cache_length: Slots that prompt and answer need: one less than their tokens, as the last is not cached.
-        facts: Of the model: the layout of the cache that it fills, if it verifies trees.
-        num_rows: Batch size, after `num_return_sequences`.
+    `max_cache_length` are the slots that prompt and answer need: one less than their tokens, as the last is not
+    cached. `num_rows` is the batch size, after `num_return_sequences`.
     """
-    _refuse(
-        (
-            config.cache_implementation is not None,
+    if config.cache_implementation is not None:
+        raise UnsupportedGenerationError(
             f"`{CACHE_FIELD}` cannot be combined with `cache_implementation={config.cache_implementation!r}`.",
             "Drop one of them.",
-        ),
-    )
+        )
     length = seen_tokens(cache)
     if facts.cache_layout is not None:
         check_fits(cache, facts.cache_layout, num_rows)
@@ -402,12 +378,8 @@ def check_prompt(
 def _check_bounds(target: Target, num_tokens: int, max_length: int) -> None:
     """Refuse a text that grows to a length at which the model's plain `generate()` loses its cache for good.
 
-    Phi-4-multimodal, and Phi-3 and Phi-MoE before transformers 5.23, drop it there without reading the text again.
-
-    Args:
-        target: The target, with the bounds that the text may reach.
-        num_tokens: Tokens of the prompt, or of the given cache.
-        max_length: Maximum tokens of the text.
+    Phi-4-multimodal, and Phi-3 and Phi-MoE before transformers 5.23, drop it there without reading the text again. The
+    text begins with `num_tokens` of the prompt, or of the given cache.
     """
     model = target.model
     for end in sorted(target.bounds.switches):
@@ -418,14 +390,12 @@ def _check_bounds(target: Target, num_tokens: int, max_length: int) -> None:
                 text, next_sequence_length=1, attention_mask=torch.ones_like(text), use_cache=True,
                 **{cache_argument(model): cache},
             )  # fmt: skip
-            _refuse(
-                (
-                    inputs.get(cache_argument(model)) is not cache and inputs["input_ids"].shape[1] <= end,
+            if inputs.get(cache_argument(model)) is not cache and inputs["input_ids"].shape[1] <= end:
+                raise UnsupportedGenerationError(
                     f"In this version of transformers, plain generate() of {type(model).__name__} drops its cache "
                     f"once the text exceeds {end} tokens, and decodes without context from there.",
                     f"Choose max_new_tokens so that the text ends before, or pass a prompt of more than {end} tokens.",
-                ),
-            )
+                )
 
 
 class _FilledCache(DynamicCache):

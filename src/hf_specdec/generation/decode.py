@@ -48,10 +48,6 @@ def decode(call: Call, config: GenerationConfig) -> SpeculativeOutput:
     """Run the loop until every row is finished (with `synced_gpus`, on all ranks), and return its output.
 
     A returned cache holds all columns of the returned sequences except the last, as in plain `generate()`.
-
-    Args:
-        call: The call, whose target has an empty cache or the one passed by the caller.
-        config: The call's generation config.
     """
     target, text, loop = call.target, call.text, _Loop(call)
     with loop.time("total"), ExitStack() as stack:
@@ -93,9 +89,7 @@ class _Loop:
     def begin(self, config: GenerationConfig, stack: ExitStack) -> Tensor:
         """Process the prompt and start the session; return the first roots `[B]`.
 
-        Args:
-            config: The call's generation config.
-            stack: Gets what is to be done when the call ends, also after an error.
+        The stack gets what is to be done when the call ends, also after an error.
         """
         call, target, needs = self._call, self._call.target, self._call.drafter.needs
         stack.callback(target.close)
@@ -246,12 +240,9 @@ class _LayerOutputs:
             self.attentions.append(tuple(map(self._within, range(len(prefill.attentions)), prefill.attentions)))
 
     def add(self, verified: Verified, accepted: Accepted, start: int) -> None:
-        """Add the entries of one step's tokens.
+        """Add the entries of one step's tokens; its paths have the same length in all rows (lockstep).
 
-        Args:
-            verified: Result of the tree's verify forward.
-            accepted: Kept paths, which have the same length in all rows (lockstep).
-            start: Cache slot of the root, before the step is committed.
+        `start` is the cache slot of the root, before the step is committed.
         """
         if self.hidden_states is None and self.attentions is None:
             return
@@ -288,12 +279,8 @@ class _LayerOutputs:
 def _traced(step: Step, method: str, begin: float) -> TracedStep:
     """Return a step's trees, probabilities and emitted tokens, copied to the host in several transfers.
 
-    Calls without a trace avoid these transfers.
-
-    Args:
-        step: The step.
-        method: Name of its drafter; used as the source of nodes without one.
-        begin: Seconds from the start of the decoding loop (after the prefill) to the start of the step.
+    Calls without a trace avoid these transfers. The method is the source of nodes without one; the step begins so many
+    seconds after the start of the decoding loop (after the prefill).
     """
     draft, logits, acceptance = step.draft, step.verification.logits, step.acceptance
     tokens, parents = draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)

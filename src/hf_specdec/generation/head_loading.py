@@ -56,17 +56,9 @@ def head_drafter(
 
     If the files are those of a PARD assistant, return its drafter instead.
 
-    A loaded head whose reading has already been chosen keeps it unless `reading` is given. The drafter is bound to the
-    target only if several readings are tried.
-
-    Args:
-        model: The target.
-        source: A directory, a Hub id, or a loaded head.
-        reading: Fields of a `Reading` that the caller sets; None for none.
-        tries_readings: Whether an ambiguous head is tried in each reading, see `choose_reading`; otherwise the first
-            one (the documented one) is used.
-        options: Arguments of `load_head`, or of `_assistant`; those that are None are left out.
-        name: The name that the drafter is to get; None: that of its method.
+    A loaded head whose reading has already been chosen keeps it unless `reading`, fields of a `Reading`, is given. The
+    drafter is bound to the target only if several readings are tried, see `choose_reading`; unless `tries_readings`,
+    the first one (the documented one) is used. The options are those of `load_head`, or of `_assistant`.
     """
     if not isinstance(source, str | Path | DraftHead):
         raise CheckpointFormatError(

@@ -1,4 +1,7 @@
-"""Compiled and captured forwards of an attached model and its drafters, kept for as long as they are valid."""
+"""Compiled and captured forwards of an attached model and its drafters, kept for as long as they are valid.
+
+A program of the model is checked against the model's own forward before it is used.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,25 @@ import threading
 import time
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
-from hf_specdec.verification.captured import CapturedGreedy
-from hf_specdec.verification.compiling import make_runner
+from hf_specdec.transformers_private import decode_optimizations
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.captured import CapturedGreedy, GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
-from hf_specdec.verification.runners import Runner, WeightsVersion
+from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
+from hf_specdec.verification.trials import first_inputs, is_random
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +43,11 @@ TRACED_LAYER_SECONDS = 0.09
 TRIAL_STEPS = 10
 """Plain steps that testing a program costs: a prompt of 26 tokens, trees of 14 and 4, each twice."""
 
+TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1, 0))
+"""Parents of the trees that both forwards verify in turn; after each, its root and first child are kept."""
+TEST_PROMPT_LENGTH = 13
+"""Number of prompt tokens before the trees; the second of two rows starts with two padding tokens."""
+
 COMPILING = threading.Lock()
 """Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
 
@@ -45,17 +57,10 @@ def current_program(
 ) -> Runner | None:
     """Return the compiled or captured verify forward, created if none exists for the current weights.
 
-    Args:
-        model: An attached model.
-        facts: The result of the probe.
-        layers: Layers whose hidden states this call's drafter reads.
-        mode: See `make_runner`.
-        requested: Whether the user asked for this mode. A failure is logged as a warning if so or if the mode is
-            `"cuda_graph"`, otherwise as info.
-
-    Returns:
-        None if the model cannot be compiled or captured, which is logged once; its own forward is used then. After a
-        failure that does not last, such as too little memory, the next call tries again.
+    It returns the hidden states of at least these layers, which this call's drafter reads. None if the model cannot be
+    compiled or captured: its own forward is used then. This is logged once, as a warning if the user requested this
+    mode or without graphs on a GPU. After a failure that does not last, such as too little memory, the next call tries
+    again.
     """
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     with COMPILING:
@@ -93,12 +98,7 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
     Making one takes some seconds, which are estimated from the measured seconds of eager steps. It is made once the
     call itself is expected to save them, or once they are at most `MAX_SHARE` of the seconds of all calls; never in a
     first call, of which nothing is known. The kernels themselves are compiled once per machine, in the background:
-    until they are ready, calls go on without them.
-
-    Args:
-        model: An attached model.
-        new_tokens: Maximum number of new tokens of this call.
-        waits: Whether the caller wants the kernels now, and waits for tracing and for a compiler.
+    until they are ready, calls go on without them, unless the caller `waits`. The call makes at most `new_tokens`.
     """
     state, device = state_of(model), execution_device(model)
     if not supports_kernels(device, model.dtype):
@@ -137,12 +137,10 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
 
 
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
-    """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
+    """Return the bound drafter with compiled or captured forwards, built if none exist for the current weights.
 
-    Args:
-        model: An attached model. Call `current_program` first, which drops drafters compiled for earlier weights.
-        drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
-        mode: See `make_runner`.
+    Call `current_program` first, which drops drafters compiled for earlier weights. Parts that cannot be compiled are
+    kept unchanged; this is logged once.
     """
     if any(weight.is_meta for weight in model.parameters()):
         return drafter  # offloaded: accelerate would load the fake weights of a trace into the modules that both share
@@ -165,3 +163,89 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
                 other = drafter
             known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
         return known[1] or drafter
+
+
+# ------------------------------------------------------------------------------------------- making a program
+
+
+@torch.no_grad()
+def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
+    """Return a compiled or captured verify forward of a model, after checking its outputs against the model's.
+
+    The mode "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
+    uses the model's own forward. Each is captured if the device has a graph backend.
+    """
+    if reason := unsupported_reason(model, facts):
+        raise CaptureError(reason)
+    device, order = execution_device(model), sorted(layers)
+    runner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    if device.type in GRAPH_BACKENDS:
+        runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
+    try:
+        _check(model, facts, runner)
+    except CaptureError:
+        raise
+    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
+        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
+    return runner
+
+
+def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
+    """Return why the forward can be neither compiled nor captured, or an empty string if no reason is known."""
+    if not facts.supports_trees:
+        return f"it verifies chains only: {facts.chain_only_reason}"
+    if facts.unpacked_reason:
+        return facts.unpacked_reason
+    if facts.fingerprint.hooks:
+        return "it has forward hooks, which a compiled forward would not call"
+    if facts.uses_autocast and model.dtype in (torch.float32, torch.float64):
+        return "its forward enters autocast, which casts the weights"
+    device = execution_device(model)
+    if any(module.training for module in model.modules()):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            if is_random(model):
+                return "its forward is random in train mode (dropout)"
+    devices = {parameter.device for parameter in model.parameters()}
+    if devices != {device}:
+        return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
+    if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
+        return "its quantisation cannot be compiled, according to transformers"
+    for name, module in model.named_modules():  # any call of a compiled module may compile again, and read the device
+        forward = getattr(module.forward, "__func__", module.forward)
+        if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            return f"{name or 'it'} is already compiled by torch.compile"
+    return ""
+
+
+def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
+    """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
+    tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
+    device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
+    widest = max(map(len, TEST_TREES))
+    size = TEST_PROMPT_LENGTH + widest
+    target: Any = facts.new_target(model, size + 2 * len(TEST_TREES), widest, runner=runner)
+    tokens = ((torch.arange(rows * size, device=device) * 7 + 3) % vocab_size).view(rows, size)
+    prompt = tokens[:, :TEST_PROMPT_LENGTH]
+    mask = torch.ones_like(prompt)
+    mask[1:, :2] = 0
+    order = sorted(runner.layers)
+    with target.tapped(order), decode_optimizations(model):
+        target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
+        for parents in TEST_TREES:
+            nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
+            tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
+            outputs = []
+            for used in (None, runner):
+                target.runner = used
+                verification = target.verify(tree)
+                states = () if verification.features is None else (verification.features.of(order).float(),)
+                outputs.append((verification.logits.float(), *states))
+                if used is None:
+                    target.rollback(len(parents))
+            for expected, actual in zip(*outputs, strict=True):
+                distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+                if not float(distance.median()) <= tolerance:
+                    raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
+            path = torch.arange(2, device=device).expand(rows, -1)
+            host, drafted = ((0, 1),) * rows, (len(parents) - 1,) * rows
+            target.commit(tree, Accepted(path, nodes[:, :2], nodes[:, 1], host, host, drafted))

@@ -65,12 +65,8 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
     """Return the reading with the most accepted tokens, or the first if no gain exceeds `MIN_GAIN` and the noise.
 
     Returns the stored result of an earlier trial if there is one, else logs and stores the result. Does not change the
-    random state of the process.
-
-    Args:
-        model: The target, on its device.
-        head: An EAGLE-3 head, bound to the target. A trial leaves it in the last reading that was tried.
-        readings: Possible readings, the documented one first.
+    random state of the process, but leaves the EAGLE-3 head, bound to the target, in the last reading that was tried.
+    The documented reading comes first.
     """
     kept = _kept_file(model, head, readings)
     known = None if kept is None else _read(kept, readings)

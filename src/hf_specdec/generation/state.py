@@ -106,13 +106,10 @@ class SpeculationState:
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
     def drop_outdated(self, now: ModelState) -> bool:
-        """Drop outdated programs and compiled drafters; return whether a program was dropped.
+        """Drop programs and compiled drafters of another state of the model; return whether a program was dropped.
 
         Programs that read weights in place stay valid if weights are written to. Outdated programs that hold no memory
         are set aside: they serve again once the model returns to its earlier mode.
-
-        Args:
-            now: The model's current state.
         """
         if self.compared == now:
             return False
@@ -137,11 +134,7 @@ class SpeculationState:
         return dropped
 
     def fade_if_weights_changed(self, now: WeightsVersion) -> None:
-        """Reduce the weight of what was learned if weights have changed since the last call; the costs stay.
-
-        Args:
-            now: The target's current weights.
-        """
+        """Reduce the weight of what was learned if weights have changed since the last call; the costs stay."""
         if self.weights is not None and self.weights != now:
             self.learned.fade()
             drafters = [*self.made.values(), *self.drafters.values()]
@@ -199,10 +192,7 @@ def answer_history(model: PreTrainedModel) -> AnswerHistory:
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:
-    """Return the probe's result for the model in its current state.
-
-    If none is cached, probe the model.
-    """
+    """Return the probe's result for the model in its current state; probe it if none is cached."""
     state, now = state_of(model), Fingerprint.of(model)
     for facts in state.facts:
         if facts.fingerprint == now:
@@ -218,13 +208,7 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
 
 
 def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None:
-    """Bind a drafter to the model and register it by name (None: that of its method), replacing any of that name.
-
-    Raises:
-        DrafterMismatchError: The drafter was made for another model, or is invalid.
-        InvalidConfigError: The name is `"auto"` or that of a method that is not the drafter's.
-        UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
-    """
+    """Bind a drafter to the model and register it by name (None: that of its method), replacing any of that name."""
     check_drafter(drafter)
     name = name or drafter.method
     check_drafter_name(name, (drafter.method,))
@@ -235,13 +219,7 @@ def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> N
 
 
 def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
-    """Bind each part of a drafter that was not last bound to the model in its current state.
-
-    Args:
-        model: An attached model.
-        drafter: Any drafter; registration is not required.
-        now: Fingerprint of the model's current state.
-    """
+    """Bind each part of a drafter, registered or not, that was last bound to the model in another state."""
     bound = state_of(model).bound
     for part in drafter.parts:
         if bound.get(part) != now:
@@ -253,14 +231,7 @@ def current_costs(
 ) -> StepCosts:
     """Return the costs of a step by its width (nodes per row): those known, or expected ones that steps correct.
 
-    Costs are expected from those of the nearest batch size that is known.
-
-    Args:
-        model: An attached model.
-        facts: The result of the probe.
-        rows: Batch size.
-        widest: Nodes of the largest tree.
-        runner: Compiled or captured forward; None: the model's own.
+    Costs are expected from those of the nearest batch size that is known. `widest` are the nodes of the largest tree.
     """
     state, key = state_of(model), _costs_key(model, facts, rows, runner)
     for known, costs in state.costs:
@@ -280,12 +251,7 @@ def current_costs(
 def measure_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> None:
-    """Time steps of all widths, so that the first call need not learn their costs; nothing if a plain step was timed.
-
-    Args:
-        model, facts, rows, widest, runner: See `current_costs`.
-        context: Tokens of the prompt.
-    """
+    """Time steps of all widths, so that the first call need not learn their costs; not if a plain step was timed."""
     if not current_costs(model, facts, rows=rows, widest=widest, runner=runner).is_plain_known:
         costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
         state_of(model).keep_costs(_costs_key(model, facts, rows, runner), costs)

@@ -89,12 +89,7 @@ class Draft:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Draft:
-        """Create a draft from one tree per row on the host; smaller trees are padded to the largest.
-
-        Args:
-            rows: Tokens and parents of each row, root first.
-            device: Device of the draft's tensors.
-        """
+        """Create a draft from tokens and parents of each row's tree, root first; smaller trees are padded."""
         return cls(stack_trees(rows, device))
 
     @property

@@ -89,13 +89,9 @@ class TokenTree:
         )
 
     def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
-        """Return the tree with the drafts of some rows replaced by a chain of one repeated token, e.g. padding.
+        """Return the tree with the drafts of rows (bool `[B]`) replaced by a chain of one token, e.g. padding.
 
         The chain is as deep as the tree may be; further nodes are on no path.
-
-        Args:
-            token: The token to repeat.
-            rows: `[B]` bool, the rows to replace.
 
         Example: row [A, B, C] with parents [-1, 0, 0] and token P becomes [A, P, P] with parents [-1, 0, 1].
         """
@@ -141,11 +137,7 @@ class TokenTree:
         )
 
     def validate(self) -> None:
-        """Check shapes and parents. Only for tests: it reads the device, so the decoding loop does not call it.
-
-        Raises:
-            ValueError: The tree is invalid; the message names the first fault.
-        """
+        """Raise ValueError if shapes or parents are wrong. Only for tests: it reads the device."""
         batch, nodes = self.tokens.shape
         parents = self.parents if self.parents.dim() == 2 else self.parents[None]
         if parents.shape not in ((1, nodes), (batch, nodes)):
@@ -178,14 +170,9 @@ def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
 
 
 def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
-    """Return the nodes of one path per row, in order of depth.
+    """Return the nodes `[B, P]` of one root-to-node path per row, bool `[B, N]`, in order of depth, padded with -1.
 
-    Args:
-        tree: The tree.
-        on_path: `[B, N]` bool, a root-to-node path per row.
-
-    Returns:
-        `[B, P]` node indices padded with -1; P is one more than the tree's `depth_bound`.
+    P is one more than the tree's `depth_bound`.
 
     Example: on_path 1101 with parents [-1, 0, 0, 1] and `max_depth` 2 gives [0, 1, 3]: indices ascend along a path.
     """

@@ -57,9 +57,7 @@ def drop_order(count: int, active: Sequence[int]) -> list[int]:
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the cache's buffer, with the interface that transformers' attention expects.
 
-    Args:
-        store: Memory of the cache.
-        layout: Expected layout of the layer; None if it is unknown, or if the layer stores no keys and values.
+    The expected layout is None if it is unknown, or if the layer stores no keys and values.
     """
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
@@ -132,9 +130,27 @@ class TreeLayer(CacheLayerMixin):
         """Return the expected maximum number of slots, which a growing cache can exceed."""
         return self.store.limit
 
-    def get_max_cache_shape(self) -> int:
-        """Return the same as `get_max_length`; transformers 5.17 calls this method instead."""
-        return self.store.limit
+    get_max_cache_shape = get_max_length  # transformers 5.17 calls this one
+
+
+class FixedLayer(CacheLayerMixin):
+    """Base of cache layers inside programs and graphs, where memory and masks are given and no length is limited."""
+
+    is_sliding = False
+    is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the memory exists, or none is needed."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # transformers 5.17 calls this one
 
 
 class TreeCache(Cache):
@@ -190,9 +206,8 @@ class TreeCache(Cache):
     def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of the nodes appended since the last commit, in place; discard the rest.
 
-        Args:
-            path: `[B, P]` nodes to keep, in order, counted from `start`; -1 after the end of a row's path.
-            nodes: The same on the host, without padding.
+        The path `[B, P]` holds nodes counted from `start`, in order, and -1 after its end; `nodes` are the same on the
+        host, without padding.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """

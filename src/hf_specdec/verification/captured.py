@@ -17,15 +17,15 @@ from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Bucket, Graphed, Input, KeptMemory, Key, width_for
 from hf_specdec.verification.masks import UNBOUNDED, MaskLayout, TreeInputs, bucket_masks
-from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows
+from hf_specdec.verification.memory import bucket_of, kept_rows
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.tree_attention import AttentionContext
 
 
-class GraphForward(Runner):
+class GraphForward(KeptMemory, Runner):
     """Runner that captures a verify forward once per shape and replays it.
 
-    Only one `generate()` call at a time uses the captured memory. Concurrent calls get a separate cache and run
+    Only one `generate()` call at a time uses the memory kept for graphs. Concurrent calls get a separate cache and run
     without graphs.
 
     Args:
@@ -34,8 +34,9 @@ class GraphForward(Runner):
     """
 
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
+        super().__init__()
         self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
-        self._memory, self._graphed = KeptMemory(), Graphed(backend, "The forward")
+        self._graphed = Graphed(backend, "The forward")
         # the padding and positions of the current call, and what `_rows` makes of them
         self._constants: tuple[object, object, tuple[Tensor, Tensor, Tensor] | None] = (None, None, None)
 
@@ -43,21 +44,13 @@ class GraphForward(Runner):
         """Return batch size, width and bucket of each captured shape."""
         return self._graphed.captured_keys()
 
-    def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
-        """See `KeptMemory.new_cache`."""
-        return self._memory.new_cache(layout, capacity, reserve)
-
-    def release(self, cache: Cache) -> None:
-        """See `KeptMemory.release`."""
-        self._memory.release(cache)
-
     def num_rows(self, active: int) -> int:
         """Return a power of two: every number of rows needs captures."""
         return kept_rows(active)
 
     def can_run(self, num_nodes: int, cache: Cache) -> bool:
         """Whether the cache is the one that graphs write to and a captured width is large enough."""
-        return self._memory.owns(cache) and num_nodes <= CAPTURED_WIDTHS[-1]
+        return self.owns(cache) and num_nodes <= CAPTURED_WIDTHS[-1]
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
@@ -87,7 +80,7 @@ class GraphForward(Runner):
             Input(left, is_constant=True),
             Input(offsets, is_constant=True),
             Input(UNBOUNDED if inputs.ceiling is None else inputs.ceiling),
-            moves=self._memory.moves,
+            moves=self.moves,
         )
         for layer in cache.layers:
             if layer.is_initialized:
@@ -115,10 +108,7 @@ class GraphForward(Runner):
 
 
 def _rows(inputs: TreeInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is constant during a call, for each row: valid prompt slots, padding at the left, and offsets.
-
-    An offset is the position of a row's first slot.
-    """
+    """Return each row's constants of a call: valid prompt slots, padding at the left, position of the first slot."""
     padding, lengths = inputs.padding, inputs.lengths
     offsets = (inputs.positions.last + 1 - inputs.positions.num_slots).expand_as(lengths)
     if padding is None:

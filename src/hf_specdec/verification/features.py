@@ -94,13 +94,10 @@ class Window:
         return max(self.last // 2, 1)
 
     def choose(self, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the slots of the first `SINKS` and the last `last` tokens of each row.
+        """Choose the slots `[B, size]`, ascending, of the first `SINKS` and the last `last` tokens of each row.
 
-        Args:
-            valid: `[B, L]` bool, True for tokens, with L at least `size`.
-
-        Returns:
-            `[B, size]` slots in ascending order, and bool, False where a row has too few tokens: at its left.
+        `valid` is bool `[B, L]`, True for tokens, with L at least `size`. Also returns bool, False where a row has too
+        few tokens: at its left.
 
         Example: with 4 sinks and `last` 2, a row of 8 tokens gives the slots 0, 1, 2, 3, 6, 7.
         """

@@ -67,7 +67,11 @@ class Fingerprint:
             modules.append((name, None if module is model else kind, weakref.ref(module)))
             classes[kind if module is not model else None] = getattr(kind, "forward", None)
             if "forward" in attributes:
-                forwards.append((len(modules), _reference(attributes["forward"])))
+                try:
+                    forward: Any = weakref.ref(attributes["forward"])
+                except TypeError:  # the callable does not support weak references
+                    forward = id(attributes["forward"])
+                forwards.append((len(modules), forward))
             for registered in (module._forward_hooks, module._forward_pre_hooks):
                 if registered:
                     hooks += [(len(modules), number) for number, hook in registered.items() if not _is_harmless(hook)]
@@ -84,13 +88,6 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the names of the fields that differ; empty if the fingerprints are equal."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
-
-
-def _reference(value: Any) -> Any:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # the callable does not support weak references
-        return id(value)
 
 
 def _is_harmless(hook: Any) -> bool:

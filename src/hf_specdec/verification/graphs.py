@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.graph_backends import CapturableOnly, GraphBackend, NotCapturableError
 from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, note_one_time_work, persistent_tensors
 
@@ -132,8 +131,8 @@ class Graphed:
 
         Args:
             key: Whatever distinguishes graphs: sizes of the buffers, and all else that the function depends on.
-            function: Computes the results on the device from the buffers, one tensor for each input. The function of a
-                key's first call serves all later ones, so it must hold nothing that belongs to a call.
+            function: Computes the results from the inputs' buffers. That of a key's first call serves all later ones,
+                so it must hold nothing that belongs to a call.
             *inputs: The inputs.
             moves: `moves` of the cache memory that the function uses; if it changed, all graphs are dropped.
         """
@@ -288,23 +287,14 @@ def width_for(num_nodes: int) -> int:
     return next(width for width in CAPTURED_WIDTHS if width >= num_nodes)
 
 
-class BucketLayer(CacheLayerMixin):
-    """View of a cache layer inside a graph: writes to slots given on the device, reads a fixed number of slots.
+class _BucketLayer(FixedLayer):
+    """View of a cache layer inside a graph: writes to the slots `[width]`, reads a bucket of slots.
 
-    Args:
-        share: Memory of the layer; None for a layer that uses the keys of another one.
-        slots: `[width]` slots of the new nodes.
-        bucket: Number of slots to attend to.
+    The memory `share` is None for a layer that uses the keys of another one.
     """
-
-    is_sliding = False
-    is_initialized = True
 
     def __init__(self, share: Share | None, slots: Tensor, bucket: int) -> None:
         self._share, self._slots, self._bucket = share, slots, bucket
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the memory exists."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -316,29 +306,13 @@ class BucketLayer(CacheLayerMixin):
         values.index_copy_(2, self._slots, value_states)
         return keys[:, :, : self._bucket], values[:, :, : self._bucket]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
-        return self._bucket, 0
-
     def get_seq_length(self) -> Any:
         """Return the first slot, as a tensor on the device."""
         return self._slots[0]
 
-    def get_max_length(self) -> int:
-        """Return -1: no limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
-        return -1
-
 
 class Appended:
-    """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long.
-
-    Args:
-        cache: The cache.
-    """
+    """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long."""
 
     def __init__(self, cache: TreeCache) -> None:
         self._cache = cache
@@ -349,21 +323,17 @@ class Appended:
         return self._cache.start
 
     def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
-        """Return the cache for a forward over `count` entries, of which `before` were appended since the last commit.
+        """Return the cache for a forward over `count` entries, after `before` others since the last commit.
 
-        Args:
-            lengths: `[B]` committed entries of each row.
-            before, count: Numbers of entries.
+        `lengths` `[B]` are the committed entries of each row.
         """
         return self._cache
 
     def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
         """Return the mask `[B, 1, T, S]` of T new entries over all slots.
 
-        Args:
-            lengths: `[B]` committed entries of each row.
-            committed: `[B, T, size]` bool, the committed entries that each new one sees.
-            seen: `[B, T, A]` bool, the same of the A entries appended since the last commit, new ones included.
+        Bool `committed` `[B, T, size]` are the committed entries that each new one sees, `seen` `[B, T, A]` those of
+        the A entries appended since the last commit, new ones included.
         """
         return torch.cat([committed, seen.expand(len(committed), -1, -1)], dim=-1)[:, None]
 
@@ -382,7 +352,7 @@ class Bucket:
     def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
         """See `Appended.cache`."""
         slots = lengths.amax() + torch.arange(before, before + count, dtype=torch.long, device=lengths.device)
-        return Cache(layers=[BucketLayer(share, slots, self.size) for share in self._shares])
+        return Cache(layers=[_BucketLayer(share, slots, self.size) for share in self._shares])
 
     def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
         """See `Appended.mask`."""

@@ -130,11 +130,8 @@ def tree_masks(
 ) -> Masks:  # fmt: skip
     """Build the masks `[B, 1, N, start + N]` of one verify forward: bool (True: attend), or additive if so configured.
 
-    Args:
-        layout, padding: Masks that the model needs, and padding of the prompt.
-        ancestors: `[B or 1, N, N]` bool, from `TokenTree.ancestor_mask`.
-        lengths, start: `[B]` committed tokens of each row, and the largest of them, where the tree is written.
-        dtype: Dtype of additive masks.
+    `ancestors` is from `TokenTree.ancestor_mask`, `start` the largest of the `lengths`, where the tree is written; the
+    dtype is that of additive masks.
 
     Example: with 2 committed tokens, a root and one child have the rows 1110 and 1111.
     """

@@ -117,11 +117,8 @@ class Share:
 class KeyValueBuffer:
     """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of the same shape.
 
-    Args:
-        num_layers, capacity: n and S.
-        states: Keys and values `[B, H, T, *]` of a layer, which determine shapes and dtypes.
-        rows: Rows to allocate, of which the first B are used.
-        is_persistent: See `KeyValueStore`.
+    `states`, keys and values `[B, H, T, *]` of a layer, determine shapes and dtypes; of the allocated `rows` the
+    first B are used.
     """
 
     def __init__(

@@ -287,13 +287,8 @@ def _probe(
 ) -> Target:
     """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's; return the target.
 
-    A chain's next token is then verified as well, because recurrent layers hold no keys to compare.
-
-    Args:
-        target: The target to try.
-        tried: `TRIED_TREE` or `TRIED_CHAIN`; nodes that are not on the path get another token than the plain run's.
-        plain: The plain run.
-        rounding, allowed: See `_compare`, for each token of the answer.
+    Nodes that are not on the path of `tried` get another token than the plain run's. A chain's next token is then
+    verified as well, because recurrent layers hold no keys to compare. `rounding` and `allowed`: see `_compare`.
     """
     prompt, answer, parents, path = plain.prompt, plain.answer, tried["parents"], tried["path"]
     nodes = torch.stack([answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(4)], dim=-1)
@@ -352,14 +347,9 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
     """Raise `_CannotVerifyError` if logits `[B, V]` differ from plain decoding's; the second half of rows is padded.
 
     In half precision, the distance of each row is divided by its rounding error, because some texts, and some places
-    in a text, are ten times as sensitive to rounding as others. The median row of each half decides.
-
-    Args:
-        actual, expected: Logits to check, and those of plain decoding.
-        rounding: Distance `[B]` between plain decoding's logits and those recomputed by one forward without a cache;
-            None to compare relative distances.
-        place: Where the logits are, for the message.
-        allowed: Largest relative distance, or largest multiple of the rounding error.
+    in a text, are ten times as sensitive to rounding as others. The median row of each half decides. The rounding
+    error `[B]` is the distance of plain decoding's logits from those recomputed by one forward without a cache; None:
+    relative distances are compared. `place` is where the logits are, for the message.
     """
     distance = _distance(actual, expected)
     if rounding is not None:

@@ -17,10 +17,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
@@ -78,17 +77,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def make_program(
     step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode, attention: tuple[Any, Any] | None = None
 ) -> Program:
-    """Trace a function and make a program of it, for inputs of any size.
+    """Trace a function, by one call, and make a program of it, for inputs of any size; `attention`: see `use_kernels`.
 
-    Args:
-        step: The function; tracing calls it once.
-        *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
-        mode: `"inductor"` or `"kernels"`.
-        attention: See `use_kernels`.
+    Dimensions of the example inputs that may vary independently need distinct sizes greater than 1.
     """
     on_cpu = inputs[0].device.type == "cpu"
     if mode == "kernels":
-        _require_kernels(inputs[0].device)
+        if not on_cpu:
+            raise CaptureError(f"the CPU kernels cannot run on {inputs[0].device}")
+        try:
+            load_library()
+        except NoKernelsError as error:
+            raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
     try:
         with persistent_tensors():
             if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
@@ -100,8 +100,16 @@ def make_program(
             weights = lift_weights(graph)
             if use_kernels(graph, attention) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
-            _check_products(weights)
-            measure_widest(weight for weight in weights if weight.dim() == 2)
+            matrices = [weight for weight in weights if weight.dim() == 2]
+            for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
+                if weight.dtype in DTYPES and weight.is_contiguous():
+                    distance = product_error(weight)
+                    if not distance <= PRODUCT_TOLERANCE[weight.dtype]:
+                        shape = " x ".join(map(str, weight.shape))
+                        raise CaptureError(
+                            f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}"
+                        )
+            measure_widest(matrices)
             if mode == "kernels":
                 join_steps(graph)
                 call_functions(graph)
@@ -113,25 +121,6 @@ def make_program(
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
     return Program(run, tuple(weights))
-
-
-def _require_kernels(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise CaptureError(f"the CPU kernels cannot run on {device}")
-    try:
-        load_library()
-    except NoKernelsError as error:
-        raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
-
-
-def _check_products(weights: Sequence[Tensor]) -> None:
-    """Raise `CaptureError` if the kernel's product is wrong for a shape of weights; tries one weight of each."""
-    for weight in {(weight.shape, weight.dtype): weight for weight in weights if weight.dim() == 2}.values():
-        if weight.dtype in DTYPES and weight.is_contiguous():
-            error = product_error(weight)
-            if not error <= PRODUCT_TOLERANCE[weight.dtype]:
-                shape = " x ".join(map(str, weight.shape))
-                raise CaptureError(f"the CPU kernel's product with a weight of {shape} is wrong by {error:.1e}")
 
 
 def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:

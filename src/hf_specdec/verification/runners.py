@@ -18,23 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.operations import rotary
+from hf_specdec.cpu import operations
 from hf_specdec.transformers_private import attention_name
-from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.features import FeatureTap
-from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
+from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import CaptureError, Program, make_program
-from hf_specdec.verification.tree_attention import (
-    AttentionContext,
-    append_and_attend,
-    append_and_attend_joined,
-    attending,
-)
+from hf_specdec.verification.programs import CaptureError, make_program
+from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
@@ -55,22 +49,13 @@ class Runner(ABC):
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer; append to the cache.
-
-        Args:
-            tokens: `[B, N]`.
-            positions: `[B, N]` position ids.
-            forward: Masks shared by the attention layers.
-            cache: Cache of this generation.
-        """
+        """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer, given `[B, N]`; append to the cache."""
 
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""
-        tree = inputs.tree
-        ancestors = tree.ancestor_mask()
-        masks = tree_masks(inputs.layout, ancestors, inputs.lengths, inputs.start, inputs.padding, inputs.dtype)
-        positions = inputs.positions.of_nodes(ancestors.sum(-1) - 1, inputs.lengths, inputs.ceiling)
-        return self(tree.tokens, positions.expand(tree.tokens.shape), attention_of(masks, inputs), cache)
+        masks, positions = inputs.masks_and_positions()
+        tokens = inputs.tree.tokens
+        return self(tokens, positions.expand(tokens.shape), attention_of(masks, inputs), cache)
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """Return a cache for this runner; see `TreeCache` for the arguments."""
@@ -158,34 +143,22 @@ def _address(tensor: Tensor) -> int:
 
 
 class CompiledForward(Runner):
-    """A verify forward as a program, for any batch size and number of nodes.
+    """A verify forward as a program (see `make_program`), traced here, for any batch size and number of nodes.
 
     Args:
-        run: Program of tokens `[B, N]`, positions `[B, N]` and the number of slots before them (a scalar tensor);
-            returns logits and hidden states, see `Runner`.
-        layers: Layers of the returned hidden states, in order.
+        model: The target; it is not modified.
+        layers: Layers whose hidden states are returned.
+        mode: See `make_program`.
     """
 
-    def __init__(self, run: Program, layers: Sequence[int]) -> None:
-        self._run, self._order, self.layers = run, tuple(layers), frozenset(layers)
-        self.copies_weights = run.copies_weights
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, layers: Sequence[int], mode: ExecutionMode) -> CompiledForward:
-        """Trace a model's forward and make a program of it.
-
-        Args:
-            model: The target; it is not modified.
-            layers: Layers whose hidden states are returned.
-            mode: See `make_program`.
-        """
-        layers = sorted(set(layers))
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], mode: ExecutionMode) -> None:
+        self._order, self.layers = sorted(set(layers)), frozenset(layers)
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
-        step = _verify_step(model, layers)
+        step = _verify_step(model, self._order)
         attention = torch.ops.hf_specdec.tree_attention.default, torch.ops.hf_specdec.joined_attention.default
-        run = make_program(step, tokens, tokens.clone(), start, mode=mode, attention=attention)
-        return cls(run, layers)
+        self._run = make_program(step, tokens, tokens.clone(), start, mode=mode, attention=attention)
+        self.copies_weights = self._run.copies_weights
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
@@ -207,18 +180,7 @@ _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("runnin
 def _append_and_attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
-    """Append to the cache of the running forward and attend; implements the custom operation of compiled forwards.
-
-    Args:
-        query: `[B, H, N, D]`.
-        key, value: `[B, Hkv, N, *]` of the new nodes.
-        layer: Index of the layer.
-        kind: Layer type.
-        scaling: Scale of the scores; None means `D ** -0.5`.
-
-    Returns:
-        `[B, N, H, Dv]`.
-    """
+    """Append `[B, Hkv, N, *]` to a layer of the running forward's cache and attend `[B, H, N, D]`: `[B, N, H, Dv]`."""
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
@@ -229,67 +191,52 @@ def _append_and_attend(
     return forward.attend(kind, query, keys, values, scaling)
 
 
-def _shape_of_attention(
-    query: Tensor, _key: Tensor, value: Tensor, _layer: int, _kind: str, _scaling: float | None
-) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
 def _append_and_attend_joined(
     joined: Tensor, cos: Tensor, sin: Tensor, shared: int, size: int, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
-    """Like `_append_and_attend`, for queries, keys and values side by side, before rotary embedding.
-
-    Args:
-        joined: `[B, N, (H + 2G) * D]`.
-        cos, sin: `[B or 1, N, D]`.
-        shared: Number G of key heads.
-        size: Size D of a head.
-        layer, kind, scaling: See `_append_and_attend`.
-    """
+    """Like `_append_and_attend`, for the queries, keys and values of `operations.attend_joined`; heads have `size`."""
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
-    output = append_and_attend_joined(cache, layer, joined, cos, sin, shared, forward.mask(kind), scaling)
-    if output is not None:
-        return output
+    if isinstance(cache, TreeCache) and operations.can_attend(joined, cos, sin):
+        entry = cache.layers[layer]
+        if entry.is_initialized and kernel_can_use(entry, joined.dtype):
+            keys, values, begin = entry.reserve_slots(joined.shape[1])
+            mask = forward.mask(kind)
+            return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scaling)
     heads = joined.unflatten(-1, (-1, size)).transpose(1, 2)
     query, key, value = heads.split([heads.shape[1] - 2 * shared, shared, shared], dim=1)
-    return _append_and_attend(rotary(query, cos, sin), rotary(key, cos, sin), value, layer, kind, scaling)
-
-
-def _shape_of_joined_attention(joined: Tensor, _cos: Tensor, _sin: Tensor, shared: int, size: int, *_: Any) -> Tensor:
-    return joined.new_empty(*joined.shape[:2], joined.shape[2] // size - 2 * shared, size)
+    query, key = operations.rotary(query, cos, sin), operations.rotary(key, cos, sin)
+    return _append_and_attend(query, key, value, layer, kind, scaling)
 
 
 @functools.cache
 def _define_target_attention() -> torch.library.Library:
-    """Define the custom operation, once per process; it exists as long as the returned library, which is cached."""
+    """Define the custom operations, once per process; they exist as long as the returned library, which is cached."""
     library = torch.library.Library("hf_specdec", "DEF")
-    library.define(
-        "tree_attention(Tensor query, Tensor key, Tensor value, int layer, str kind, float? scale) -> Tensor"
-    )
+    where = "int layer, str kind, float? scale) -> Tensor"
+    library.define(f"tree_attention(Tensor query, Tensor key, Tensor value, {where}")
+    library.define(f"joined_attention(Tensor joined, Tensor cos, Tensor sin, int shared, int size, {where}")
+    shapes: dict[str, Callable[..., Tensor]] = {
+        "tree_attention": lambda query, _key, value, *_: query.new_empty(
+            query.shape[0], query.shape[2], query.shape[1], value.shape[3]
+        ),
+        "joined_attention": lambda joined, _cos, _sin, shared, size, *_: joined.new_empty(
+            *joined.shape[:2], joined.shape[2] // size - 2 * shared, size
+        ),
+    }
     library.impl("tree_attention", _append_and_attend, "CompositeExplicitAutograd")
-    library.impl("tree_attention", _shape_of_attention, "Meta")
-    library.define(
-        "joined_attention(Tensor joined, Tensor cos, Tensor sin, int shared, int size, int layer, str kind, "
-        "float? scale) -> Tensor"
-    )
     library.impl("joined_attention", _append_and_attend_joined, "CompositeExplicitAutograd")
-    library.impl("joined_attention", _shape_of_joined_attention, "Meta")
+    for name, shape in shapes.items():
+        library.impl(name, shape, "Meta")
     return library
 
 
-class _TracedLayer(CacheLayerMixin):
+class _TracedLayer(FixedLayer):
     """Cache layer used while tracing: returns exactly the appended tensors, which identify the layer."""
 
-    is_sliding = False
-    is_initialized = True
     keys: Tensor | None = None
     start: Any = 0  # number of slots before the new nodes
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: no memory is needed."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -298,21 +245,9 @@ class _TracedLayer(CacheLayerMixin):
         self.keys = key_states
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
-        return query_length, 0
-
     def get_seq_length(self) -> Any:
         """Return the number of slots before the new nodes, an input of the compiled forward."""
         return self.start
-
-    def get_max_length(self) -> int:
-        """Return -1: no limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
-        return -1
 
 
 def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:

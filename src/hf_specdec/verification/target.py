@@ -76,11 +76,6 @@ class Target(ABC):
         """Slot of the next root: committed tokens of the longest row; an upper bound while a step is unread."""
         return self.cache.start
 
-    @property
-    def capacity(self) -> int | None:
-        """Number of allocated slots per row; None if the cache grows with every token."""
-        return None
-
     def reach(self, rows: Sequence[int]) -> int:
         """Return the depth of the deepest draft after these rows that crosses none of the model's `bounds`.
 
@@ -101,11 +96,6 @@ class Target(ABC):
         """Return the committed slots of the rows of the batch that the cache holds."""
         return dict(enumerate(self.cache.lengths))
 
-    def _ceiling(self, tree: TokenTree) -> int | None:
-        """Return the largest position of a tree in rows that have not ended; None if no bound is ahead."""
-        highest = (self._whole or self)._highest
-        return None if highest is None else highest + tree.depth_bound
-
     @property
     def num_rows(self) -> int:
         """Number of rows in the cache; 0 before the first commit."""
@@ -120,9 +110,9 @@ class Target(ABC):
     def adopt(self, cache: Cache) -> None:
         """Continue a cache passed by the user, which is not modified until `hand_back`; refuse what cannot be."""
 
-    @abstractmethod
     def admit(self, draft: Draft) -> Draft:
         """Return the part of a draft that this target can verify."""
+        return draft
 
     @abstractmethod
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
@@ -134,12 +124,7 @@ class Target(ABC):
 
     @abstractmethod
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Pad all rows of the cache to the longest one without its last token, as plain `generate()` does.
-
-        Args:
-            new_tokens: Emitted tokens of each row.
-            pad_token_id: Token appended to shorter rows, after their last emitted token.
-        """
+        """Pad rows, after their emitted tokens, to the longest one without its last token, as `generate()` does."""
 
     @abstractmethod
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
@@ -162,11 +147,9 @@ class Target(ABC):
         """End the generation, also after an error: make memory kept between calls available to the next one."""
 
     def extend(self, tree: TokenTree, known: int) -> Tensor:
-        """Append the new nodes of a growing tree and return their logits `[B, N - known, V]`.
+        """Append all but the first `known` nodes of a growing tree and return their logits `[B, N - known, V]`.
 
-        Args:
-            tree: The whole tree so far; it may have several roots (parent -1), which follow the committed tokens.
-            known: Number of its first nodes already appended since the last commit.
+        The tree may have several roots (parent -1), which follow the committed tokens.
         """
         return self._run(tree, known).logits
 

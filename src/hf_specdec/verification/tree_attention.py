@@ -130,7 +130,7 @@ def layer_attention(
 
 
 @functools.cache
-def register() -> None:
+def _register() -> None:
     """Register the attention function with transformers, once per process."""
     AttentionInterface.register(REPLACED, layer_attention)
 
@@ -141,7 +141,7 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
     if context is None:
         yield
         return
-    register()
+    _register()
     token = _CONTEXT.set(context)
     try:
         yield
@@ -163,30 +163,13 @@ def append_and_attend(
     if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
         return None
     entry = cache.layers[layer]
-    if not _has_kernel(entry, query.dtype):
+    if not kernel_can_use(entry, query.dtype):
         return None
     keys, values, begin = entry.reserve(key, value)
     return operations.attend(query, key, value, keys, values, begin, mask, scale)
 
 
-def append_and_attend_joined(
-    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
-    scale: float | None,
-) -> Tensor | None:  # fmt: skip
-    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
-
-    Also returns None if the cache's layer has no memory yet.
-    """
-    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
-        return None
-    entry = cache.layers[layer]
-    if not entry.is_initialized or not _has_kernel(entry, joined.dtype):
-        return None
-    keys, values, begin = entry.reserve_slots(joined.shape[1])
-    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
-
-
-def _has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
+def kernel_can_use(entry: TreeLayer, dtype: torch.dtype) -> bool:
     """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
     return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
 
@@ -197,13 +180,9 @@ def _has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, masks: Callable[[int], Tensor | None], scale: float | None
 ) -> Tensor:
-    """Compute grouped-query attention; returns `[B, N, H, Dv]`, contiguous.
+    """Compute grouped-query attention of `[B, H, N, D]` to `[B, G, S, *]`; returns `[B, N, H, Dv]`, contiguous.
 
-    Args:
-        query: `[B, H, N, D]`.
-        key, value: `[B, G, S, *]`; G divides H.
-        masks: Returns the additive mask of the packed queries for a number of parts, see `packed_mask`.
-        scale: Scale of the scores; None means `D ** -0.5`.
+    `masks` returns the additive mask of the packed queries for a number of parts, see `packed_mask`.
     """
     batch, heads, nodes, dim = query.shape
     key_heads = key.shape[1]
@@ -229,9 +208,8 @@ def packed_mask(
 
     Args:
         seen: bool `[B, 1, N, S]`, True for visible keys.
-        groups: Query heads per key head.
+        groups, num_splits: Query heads per key head, and number of parts that the keys are split into.
         dtype: Dtype of the queries; some kernels misread masks of another dtype.
-        num_splits: Number of parts that the keys are split into.
         all_seen: Whether every entry of `seen` is True: then None, or `[1, n, 1, L]` for parts that overlap.
     """
     keys, device = seen.shape[-1], seen.device
@@ -261,11 +239,6 @@ def calls_kernel_directly(device: torch.device) -> bool:
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the kernel for packed queries `[B, G, M, D]`, keys and values `[B, G, S, *]`; None to let SDPA choose."""
-
-    def is_aligned(tensor: Tensor) -> bool:
-        *strides, last = tensor.stride()
-        return last == 1 and not any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides))
-
     device, dtype = query.device, query.dtype
     if not calls_kernel_directly(device):
         return None
@@ -273,8 +246,10 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         return None  # SDPA casts under autocast
     if torch.compiler.is_compiling() or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return None
-    if not all(map(is_aligned, (query, key, value))):
-        return None
+    for tensor in (query, key, value):
+        *strides, last = tensor.stride()
+        if last != 1 or any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides)):
+            return None
     return efficient_attention if works(device, dtype, key.shape[-1], value.shape[-1]) else None
 
 

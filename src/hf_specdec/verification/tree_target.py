@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import updated_kwargs
-from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features, PromptPadding
@@ -30,12 +29,8 @@ logger = logging.getLogger(__name__)
 class TreeTarget(Target):
     """Target for models whose layers hold plain keys and values.
 
-    Args:
-        model, outputs: See `Target`.
-        cache: Cache of this generation; tokens already in it are continued.
-        uses_packed_attention: Whether the layers may use `verification/tree_attention.py`; some accept only attention
-            names that they know.
-        runner: Compiled or captured forward, used instead of the model's own if it supports the inputs.
+    The layers of some models accept only attention names that they know: then `uses_packed_attention` is False. A
+    `runner`, a compiled or captured forward, is used instead of the model's own if it supports the inputs.
     """
 
     supports_trees, lockstep = True, False
@@ -51,19 +46,10 @@ class TreeTarget(Target):
         self._cache_argument = cache_argument(model)
         self._mask_layout = MaskLayout.of(text_config(model))
 
-    @property
-    def capacity(self) -> int | None:
-        """Number of allocated slots per row."""
-        return self.cache.capacity
-
     def adopt(self, cache: Cache) -> None:
         """Copy the tokens of a transformers cache, see `TreeCache.adopt`."""
         self.cache.adopt(cache)
         self.is_adopted = True
-
-    def admit(self, draft: Draft) -> Draft:
-        """Return the whole draft."""
-        return draft
 
     def prefill(self, *inputs: Any, **options: Any) -> Verified:
         """See `Target`."""
@@ -174,7 +160,9 @@ class TreeTarget(Target):
         cache, tokens = self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
         all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
-        layout, dtype, ceiling = self._mask_layout, self.model.dtype, self._ceiling(tree)
+        highest = (self._whole or self)._highest  # None if no bound is ahead
+        ceiling = None if highest is None else highest + tree.depth_bound
+        layout, dtype = self._mask_layout, self.model.dtype
         inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
@@ -172,11 +172,6 @@ def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tens
     return list(logits.unbind(dim=1))
 
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run forwards wrapped by `torch.compile` eagerly in this block: trial inputs would use up its recompilations."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 @contextmanager
 def reproducible(model: nn.Module) -> Iterator[None]:
     """Run the model uncompiled in this block, in evaluation mode if train mode makes it random or drops the cache.
@@ -193,7 +188,9 @@ def reproducible(model: nn.Module) -> Iterator[None]:
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
-    with _uncompiled(), torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
+    # forwards wrapped by `torch.compile` run eagerly: trial inputs would use up their recompilations
+    uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with uncompiled, torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
         evaluate = bool(training) and (drops_cache(model) or is_random(model))
         try:
             try:
