@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1084, "bench": 1005, "checkpoints": 3139, "cli": 2571, "control": 1167, "cpu": 1373,
-    "drafters": 6301, "generation": 3175, "heads": 3181, "reporting": 386, "training": 4406, "trees": 699,
+    "drafters": 5911, "generation": 3175, "heads": 2773, "reporting": 386, "training": 4406, "trees": 699,
     "verification": 4736, "viz": 1026,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
