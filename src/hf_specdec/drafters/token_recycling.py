@@ -303,8 +303,8 @@ class RecycledTokens:
     ) -> None:
         """Do the same as `write` on the CPU: for so few entries, numpy takes a fraction of the time that torch takes.
 
-        `rows` tells which of the M rows of `log_probs` and `ids` `[M, W]` belongs to each of the K tokens. Of equal
-        pairs, the last is stored.
+        `rows` contains, for each of the K tokens, its row in `log_probs` and `ids` `[M, W]`. Of equal pairs, the last
+        is stored.
         """
         pairs = [place for place, before in enumerate(previous) if before >= 0]
         keys = [previous[place] * self.vocab_size + tokens[place] for place in pairs]

@@ -314,7 +314,7 @@ def check_block(config: DFlashConfig) -> None:
 
 
 def block_masks(head: DFlashHead, visible: Tensor, lengths: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return for each layer which committed slots `[B, S, L]` and which of its own `[S, S]` a block behind them sees.
+    """Return for each layer which committed slots `[B, S, L]` and block slots `[S, S]` a block behind them sees.
 
     Args:
         head: A block head.
