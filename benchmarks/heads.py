@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import bench
-from hf_specdec.drafters.medusa_choices import paper_tree
+from hf_specdec.drafters.medusa import paper_tree
 from hf_specdec.generation import loading
 
 

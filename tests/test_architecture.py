@@ -200,7 +200,7 @@ def test_imports_stand_at_the_top() -> None:
 MAKES = {"tensor", "as_tensor", "arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm",
          "linspace", "eye"}  # fmt: skip
 OF_THE_DEFAULT_DTYPE = {"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"}
-BUFFERS_OF_MODULES = {"heads.vocabulary"}
+BUFFERS_OF_MODULES = {"heads.head"}
 """They follow `torch.device("meta")` around a module's making, which is how transformers loads."""
 
 

@@ -27,7 +27,7 @@ from hf_specdec import (
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter, grow_block
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.feature_session import FeatureSession, first_positions
+from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -319,9 +319,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         observe(session, step)
         if session._prompt is None:
             unread = torch.tensor([part.counts for part in session._pending]).sum(0)
-            found.append(
-                bool((first_positions(session._lengths, session._padding)[:, 0] + unread == session.watched).all())
-            )
+            found.append(bool((session._committed().first_positions[:, 0] + unread == session.watched).all()))
 
     monkeypatch.setattr(FeatureSession, "observe", watched)
     return found

@@ -17,8 +17,7 @@ from hf_specdec.drafters.base import Candidate, Candidates
 from hf_specdec.drafters.candidates import DraftedCandidates, MergedTree, merge_children, merge_sources
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.drafters.recycled_tokens import RecycledTokens
-from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 from hf_specdec.trees.draft import Budget
 from policy import Path, Table
 

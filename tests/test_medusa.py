@@ -20,8 +20,7 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.medusa import MedusaDrafter
-from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
+from hf_specdec.drafters.medusa import PAPER_TREES, MedusaDrafter, paper_tree, tree_for_model
 from hf_specdec.training import train_medusa
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.validation import validate_choices

@@ -15,12 +15,14 @@ import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
 from hf_specdec.control.controller import FixedController
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host
 from hf_specdec.drafters.token_recycling import (
+    RecycledTokens,
     TokenRecyclingDrafter,
     _HostRecyclingSession,
     _RecycledCandidates,
     _RecyclingSession,
+    learn,
+    learn_on_host,
 )
 from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
@@ -301,7 +303,7 @@ def test_another_vocabulary_is_learned_anew(model: Any) -> None:
 def test_fields_that_do_not_fit(model: Any) -> None:
     with pytest.raises(InvalidConfigError, match="exceeds the 8"):
         run(model, speculative={"method": "token_recycling", "top_k": 9})
-    with pytest.raises(InvalidConfigError, match="integer >= 1"):
+    with pytest.raises(InvalidConfigError, match="integer from 1 to 1024"):
         TokenRecyclingDrafter(width=0)
 
 

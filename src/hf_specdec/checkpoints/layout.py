@@ -25,8 +25,8 @@ from hf_specdec.errors import (
     SpeculativeDecodingError,
     listed,
 )
+from hf_specdec.heads.attention import DraftRotaryEmbedding
 from hf_specdec.heads.layer_mtp import LayerMtpHead
-from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import MAX_VOCABULARY, checked
 from hf_specdec.records import Fields, shortened
 

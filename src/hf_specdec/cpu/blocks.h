@@ -17,7 +17,7 @@ struct BlockTree {
 
 static inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// The numbers from which one token's correction is computed, and the state after it (heads/markov.py, `mix`).
+// The numbers from which one token's correction is computed, and the state after it (heads/dflash.py, `MarkovHead.mix`).
 //
 // `slot` holds the slot's part of the gates with their biases. The weights [inputs, outputs] are those of the other
 // inputs: the token's embedding, before it the state.

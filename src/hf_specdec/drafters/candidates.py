@@ -25,8 +25,7 @@ MIN_PATH_PROBABILITY = 0.01
 class CachedCandidates(Candidates):
     """A source that caches the candidates of another one for one step, in which trees may be merged several times.
 
-    Args:
-        source: The other source. Its places are hashable, and it does not change during the step.
+    The places of the other source are hashable, and it does not change during the step.
     """
 
     def __init__(self, source: Candidates) -> None:
@@ -46,17 +45,11 @@ class CachedCandidates(Candidates):
 
 
 class DraftedCandidates(Candidates):
-    """One row of a drafted tree as a source of candidates; places are node indices.
+    """One row of a drafted tree as a source of candidates; places are node indices, `depth` is that of the deepest.
 
     Padding is ignored, and so is a child whose token an earlier child of the same node has, with its descendants.
-
-    Args:
-        tokens, parents: Token and parent of each node of the row, root first.
-        log_probs: Log-probability of each node given its parent. If None, the children of a node are assumed to have
-            the probabilities 1/2, 1/4, ... in the order drafted.
-
-    Attributes:
-        depth: Depth of the deepest node; 0 if nothing was drafted.
+    Without log-probabilities, the children of a node are assumed to have the probabilities 1/2, 1/4, ... in the order
+    drafted.
     """
 
     start = 0
@@ -96,14 +89,10 @@ class Child(NamedTuple):
 def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[Trust]) -> list[Child]:
     """Merge the candidates of all sources after one node, the likeliest first, each token once.
 
-    A token gets the largest probability that any source gives it, times the trust in that source. Sources that list
-    different tokens cannot both be right, so tokens of one source reduce the probabilities of the others' less likely
-    tokens. The sum is at most 1.
-
-    Args:
-        sources: The sources.
-        places: Each source's place at the node; None if it has no candidates there.
-        trusts: Factors for each source's probabilities; the products are limited to 1.
+    A token gets the largest probability that any source gives it, times the trust in that source, at most 1. Sources
+    that list different tokens cannot both be right, so tokens of one source reduce the probabilities of the others'
+    less likely tokens. The sum is at most 1. `places` are each source's at the node; None if it has no candidates
+    there.
     """
     best: dict[int, tuple[float, int]] = {}
     for index, (source, place, trust) in enumerate(zip(sources, places, trusts, strict=True)):
@@ -139,8 +128,7 @@ def merge_sources(
     """Return the likeliest tree of all sources' candidates, without nodes below `MIN_PATH_PROBABILITY`.
 
     Args:
-        root: The root token.
-        sources: The sources of this row.
+        root, sources: Of this row.
         budget: Maximum size of the tree.
         trusts: Factors for each source's probabilities; None means 1 for all sources.
         stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to the

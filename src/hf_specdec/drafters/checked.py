@@ -92,10 +92,7 @@ def check_drafter(drafter: Any) -> None:
 def checked_limits(drafter: Drafter, config: SpeculativeConfig, part: str | None = None) -> Budget:
     """Return the drafter's limits under a config whose fields apply to it (`Drafter.accepts`).
 
-    Args:
-        drafter: The drafter.
-        config: The configuration of the call.
-        part: Name of the drafter if it is merged with others, for error messages.
+    `part` is the name of the drafter if it is merged with others, for error messages.
     """
     check_drafter(drafter)
     for name in TREE_FIELDS:
@@ -124,12 +121,7 @@ def checked_limits(drafter: Drafter, config: SpeculativeConfig, part: str | None
 def start_session(
     drafter: Drafter, target: DraftTarget, context: DraftContext, config: SpeculativeConfig, part: str | None = None
 ) -> DraftSession:
-    """Start a session of the drafter; the session of a third-party drafter is wrapped in one that checks its drafts.
-
-    Args:
-        drafter, part: See `checked_limits`.
-        target, context, config: See `Drafter.start`.
-    """
+    """Start a session of the drafter, wrapped in one that checks its drafts if the drafter is a third-party one."""
     if not is_third_party(drafter):
         return drafter.start(target, context, config)
     session = _called(drafter, part, "start", lambda: drafter.start(target, context, config))
@@ -185,17 +177,17 @@ class _CheckedSession(DraftSession):
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read."""
         tensors = self._do("launch", lambda: self._session.launch(step, budget))
-        if not isinstance(tensors, list | tuple) or not all(map(self._can_be_read, tensors)):
+
+        def can_be_read(values: Any) -> bool:
+            size = self._size(values) or ()
+            is_integer_kind = len(size) == 2 and not values.is_floating_point() and not values.is_complex()
+            return is_integer_kind and size[0] == len(self._roots)
+
+        if not isinstance(tensors, list | tuple) or not all(map(can_be_read, tensors)):
             found = ", ".join(map(_shown, tensors)) if isinstance(tensors, list | tuple) else _shown(tensors)
             wanted = f"integer tensors [{len(self._roots)}, *] on {self._roots.device}, or ()"
             raise self._refuse(f"launched {found}", f"launch() must return {wanted}.")
         return tensors
-
-    def _can_be_read(self, values: Any) -> bool:
-        size = self._size(values)
-        if size is None or len(size) != 2 or size[0] != len(self._roots):
-            return False
-        return not values.is_floating_point() and not values.is_complex()
 
     def observe(self, step: Step) -> None:
         self._roots = step.acceptance.next_token

@@ -21,9 +21,9 @@ from transformers import Cache, PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
 from hf_specdec.cpu.operations import can_search
-from hf_specdec.drafters.base import HOW_TO_LOAD
-from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
-from hf_specdec.drafters.feature_session import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
+from hf_specdec.drafters.base import HOW_TO_LOAD, Drafter
+from hf_specdec.drafters.eagle import LayerDrafter
+from hf_specdec.drafters.feature_session import Committed, DraftPlan, Entries, HeadFunctions, LayerLimits
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.dflash import DFlashHead, block_masks
@@ -44,10 +44,7 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import PromptPadding, token_positions
-from hf_specdec.verification.graphs import Slots
 from hf_specdec.verification.masks import committed_slots
-
-DEFAULT_TOP_K = 4
 
 
 @register("dflash", heads=(DFlashHead,))
@@ -68,7 +65,6 @@ class DFlashDrafter(LayerDrafter):
     """
 
     method = "dflash"
-    default_top_k = DEFAULT_TOP_K
     head: DFlashHead
 
     def __init__(self, head: DFlashHead, confidence_threshold: float = 0.0) -> None:
@@ -83,24 +79,17 @@ class DFlashDrafter(LayerDrafter):
         self.head = head.eval().requires_grad_(False)
         self.confidence_threshold = confidence_threshold
 
-    def __repr__(self) -> str:
-        return f"DFlashDrafter({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
-
     @property
-    def default_num_steps(self) -> int:  # type: ignore[override]
-        """As many tokens as a block of the trained size drafts."""
-        return int(self.head.config.max_depth)
+    def defaults(self) -> Budget:  # type: ignore[override]
+        """The sizes of a tree as deep as a block of the trained size."""
+        return replace(Drafter.defaults, num_steps=self.head.config.max_depth)
 
     def largest(self, budget: Budget) -> Budget:
         """See `LayerDrafter.largest`; all children of a node are candidates, unless a Markov head scores them."""
         return growable(budget) if self.head.config.markov_rank else reachable(budget)
 
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
-        """See `LayerDrafter.tree_limits`.
-
-        Raises:
-            InvalidConfigError: As there, or the tree is deeper than a block of the trained size.
-        """
+        """See `LayerDrafter.tree_limits`; no tree is deeper than a block of the trained size."""
         limits, deepest = super().tree_limits(config), self.head.config.max_depth
         if limits.budget.num_steps > deepest:
             raise InvalidConfigError(
@@ -112,13 +101,8 @@ class DFlashDrafter(LayerDrafter):
 
     def functions(self, model: PreTrainedModel) -> HeadFunctions:
         """See `LayerDrafter`."""
-        return BlockFunctions(
-            self.head, self._stages(model), self.head.embedding_for(model), self.confidence_threshold
-        )
-
-    def bind(self, model: PreTrainedModel) -> None:
-        """See `Drafter.bind`."""
-        self.needs = bind_sharing_head(self.head, model)
+        embedding = self.head.embedding_for(model)
+        return BlockFunctions(self.head, self._stages(model), embedding, self.confidence_threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +129,10 @@ class BlockFunctions(HeadFunctions):
         positions = positions.expand(prompt.path.shape) if padding is None else token_positions(padding)
         return self._append(prompt.features, positions, cache)
 
-    def read(
-        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
-        padding: PromptPadding | None,
-    ) -> Tensor:  # fmt: skip
+    def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
         """See `HeadFunctions`; block heads read no tokens, and a draft needs no output of the last entry."""
-        positions = first_positions(lengths, padding) + (valid.cumsum(-1) - 1).clamp(min=0)
-        return self._append(features, positions, slots.cache(lengths, 0, features.shape[1]))
+        positions = committed.first_positions + (valid.cumsum(-1) - 1).clamp(min=0)
+        return self._append(features, positions, committed.slots.cache(committed.lengths, 0, features.shape[1]))
 
     def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         device = self.head.device
@@ -160,21 +141,19 @@ class BlockFunctions(HeadFunctions):
             cache.update(states[2 * layer], states[2 * layer + 1], layer)
         return features[:, :1, :0]
 
-    def draft(
-        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
-        plan: DraftPlan,
-    ) -> Draft:  # fmt: skip
+    def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
         """See `HeadFunctions`."""
         head, device, size = self.head, self.head.device, plan.num_entries
         numbers = torch.arange(size, dtype=torch.long, device=roots.device)
         tokens = torch.where(numbers == 0, roots[:, None], head.config.mask_token_id)
-        committed = committed_slots(lengths, slots.size, padding)
+        slots, lengths = committed.slots, committed.lengths
+        visible = committed_slots(lengths, slots.size, committed.padding)
         masks = [
-            slots.mask(lengths, seen, block).to(device) for seen, block in block_masks(head, committed, lengths, size)
+            slots.mask(lengths, seen, block).to(device) for seen, block in block_masks(head, visible, lengths, size)
         ]
         outputs = self.stages.read(
             self.embedding(tokens).to(device, head.dtype),
-            (first_positions(lengths, padding) + numbers).to(device),
+            (committed.first_positions + numbers).to(device),
             slots.cache(lengths, 0, size),
             masks,
         )
@@ -209,13 +188,9 @@ class BlockOutputs:
         return packed
 
     def children(self, tokens: Tensor, state: Tensor, depth: int, top_k: int) -> Level:
-        """Return the `top_k` best children of K nodes.
+        """Return the `top_k` best children of K nodes at a depth, 0 for the root, given their tokens `[B, K]`.
 
-        Args:
-            tokens: `[B, K]` the nodes' tokens.
-            state: `[B, K, r]` the Markov head's state before these tokens; unused without such a head.
-            depth: Depth of the nodes, 0 for the root.
-            top_k: Children per node.
+        `state` `[B, K, r]` is the Markov head's before these tokens; unused without such a head.
         """
         logits, count, device = self.logits[:, depth, None], tokens.shape[1], self.roots.device
         if self.head.config.markov_rank:
@@ -250,11 +225,8 @@ class BlockOutputs:
 def grow_block(outputs: BlockOutputs, shape: TreeShape, confidence_threshold: float = 0.0) -> Draft:
     """Grow a tree from the outputs of one block.
 
-    Args:
-        outputs: The outputs.
-        shape: Shape of the tree.
-        confidence_threshold: Drop all nodes deeper than the greedy chain's tokens before the first one whose predicted
-            probability of being accepted is below this; 0 keeps all. Dropped nodes become padding.
+    With a threshold above 0, all nodes deeper than the greedy chain's tokens before the first one whose predicted
+    probability of being accepted is below it are dropped: they become padding.
     """
     draft = _grow(outputs, shape)
     if confidence_threshold <= 0:
@@ -273,7 +245,13 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         rule = children_of_likeliest if head.config.all_children else likeliest_nodes
         return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
     if isinstance(shape, Budget) and (markov := outputs.packed_markov) is not None:
-        return _grow_by_kernel(outputs, shape, markov)
+        # the same as below, except for rounding
+        sizes = shape.num_nodes, shape.num_steps, top_k
+        tokens, parents, log_probs = grow_corrected(
+            markov, roots, outputs.hidden, outputs.logits, outputs.start(), head.hot_token_ids, sizes,
+            shape.min_level_probability,
+        )  # fmt: skip
+        return Draft(TokenTree(tokens, parents, max_depth=shape.num_steps), log_probs)
 
     def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1]).to(above.features.device)
@@ -281,13 +259,3 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
 
     root = outputs.children(roots[:, None], outputs.start(), 0, top_k)
     return grow(roots, root, expand, shape)
-
-
-def _grow_by_kernel(outputs: BlockOutputs, budget: Budget, markov: PackedMarkov) -> Draft:
-    """Return the same as `grow_dynamic` with the children of `BlockOutputs.children`, except for rounding."""
-    sizes = budget.num_nodes, budget.num_steps, budget.top_k
-    tokens, parents, log_probs = grow_corrected(
-        markov, outputs.roots, outputs.hidden, outputs.logits, outputs.start(), outputs.head.hot_token_ids, sizes,
-        budget.min_level_probability,
-    )  # fmt: skip
-    return Draft(TokenTree(tokens, parents, max_depth=budget.num_steps), log_probs)

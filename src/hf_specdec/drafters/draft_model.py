@@ -115,24 +115,14 @@ class DraftModelDrafter(Drafter):
 
     @property
     def facts(self) -> TargetFacts:
-        """How the assistant can be run; determined on first use and again if the assistant has changed.
-
-        Raises:
-            UnsupportedModelError: The assistant can verify neither trees nor chains.
-        """
+        """How the assistant can be run; determined on first use and again if the assistant has changed."""
         facts = self._facts
         if facts is None or facts.fingerprint != Fingerprint.of(self.assistant):
             facts = self._facts = inspect_target(self.assistant)
         return facts
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check that the assistant knows the target's tokens or enough of them, and can verify trees or chains.
-
-        Raises:
-            DrafterMismatchError: The assistant is the target itself, has a smaller vocabulary, or its tokenizer shares
-                too few tokens with the target's.
-            UnsupportedModelError: The assistant can verify neither trees nor chains.
-        """
+        """Check that the assistant knows the target's tokens or enough of them, and can verify trees or chains."""
         if self.assistant is model:
             raise DrafterMismatchError(
                 f"The assistant is the target itself, the same {type(model).__name__} object.",
@@ -162,12 +152,7 @@ class DraftModelDrafter(Drafter):
         return translation_between(self.tokenizer, self.assistant_tokenizer, *sizes)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of the largest tree or chain.
-
-        Raises:
-            InvalidConfigError: `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
-            UnsupportedGenerationError: Gradient checkpointing in train mode disables the assistant's cache.
-        """
+        """Return the size of the largest tree or chain."""
         if drops_cache(self.assistant):
             raise UnsupportedGenerationError(
                 "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
@@ -194,11 +179,7 @@ class DraftModelDrafter(Drafter):
         return self._growable(replace(budget, num_steps=num_steps)) if num_steps > 0 else PLAIN_STEP
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; its first `propose` reads the prompt.
-
-        Raises:
-            UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
-        """
+        """Start a session; its first `propose` reads the prompt."""
         return DraftModelSession(self, target, context, self.limits(config))
 
 
@@ -316,13 +297,7 @@ def _joined(drafts: Sequence[Draft], device: torch.device) -> Draft:
 class AssistantReader:
     """Runs the assistant on some rows of a batch; its cache holds their text, followed by the nodes being drafted.
 
-    Args:
-        target: The assistant, with an empty cache.
-        prompt: `[R, P]` ids.
-        mask: `[R, P]` long, 0 at padding, which is on the left.
-
-    Attributes:
-        device: The assistant's device, on which logits are returned.
+    The `mask` of the prompt `[R, P]` is 0 at padding, which is on the left.
     """
 
     def __init__(self, target: Target, prompt: Tensor, mask: Tensor) -> None:
@@ -342,12 +317,9 @@ class AssistantReader:
     def read(self, num_masks: int = 0, mask_token: int = 0) -> Tensor:
         """Commit queued text (first the prompt) in one forward, and predict the tokens after it.
 
-        A row of the forward holds the queued tokens, then the masks, then padding, all as one chain: under a causal
-        mask, padding at the end has no effect. Only the queued tokens stay in the cache.
-
-        Args:
-            num_masks: Mask tokens appended to the text; only for assistants that verify trees.
-            mask_token: Their id.
+        A row of the forward holds the queued tokens, then the masks (only for assistants that verify trees), then
+        padding, all as one chain: under a causal mask, padding at the end has no effect. Only the queued tokens stay
+        in the cache.
 
         Returns:
             Logits `[R, 1 + num_masks, V]` after the text, then after each mask; all are also valid in rows without new

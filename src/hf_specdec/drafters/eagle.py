@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.feature_session import (
+    Committed,
     DraftGraphs,
     DraftPlan,
     Entries,
@@ -24,12 +25,9 @@ from hf_specdec.drafters.feature_session import (
     HeadFunctions,
     HeadProgram,
     LayerLimits,
-    committed_for,
-    first_positions,
 )
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.head import EagleFamilyHead, bind_head
@@ -40,12 +38,8 @@ from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.graphs import Slots
 from hf_specdec.verification.model import lm_head_rows
 
-DEFAULT_NUM_STEPS = 4
-DEFAULT_TOP_K = 4
-DEFAULT_NUM_NODES = 16
 DEFAULT_CHOICES: tuple[Choice, ...] = (
     (0,), (1,), (2,), (3,),
     (0, 0), (0, 1), (0, 2), (1, 0), (2, 0),
@@ -58,18 +52,28 @@ DEFAULT_CHOICES: tuple[Choice, ...] = (
 class LayerDrafter(Drafter):
     """Base of the drafters that draft from features: with an EAGLE head, MTP modules or a block head.
 
-    Attributes:
-        head: The layer.
-        program: How the head runs in compiled or captured form; None: as it is.
-        default_num_steps, default_top_k: Depth and width of the tree if neither the call nor the layer's config
-            sets them.
+    `program` is how the head runs in compiled or captured form; None: as it is.
     """
 
     head: Any
     program: HeadProgram | None = None
-    default_num_steps = DEFAULT_NUM_STEPS
-    default_top_k = DEFAULT_TOP_K
     has_window = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Do the same as `bind_head`, and drop the head's embedding if it equals the model's."""
+        head, size = self.head, self.head.config.hidden_size
+        bind_head(head, model)
+        head.share_embedding(model)
+        width = getattr(head.embedding_for(model), "embedding_dim", size)
+        if width != size:
+            raise DrafterMismatchError(
+                f"{type(model).__name__} has token embeddings of size {width}, this head needs {size}.",
+                "Use a head that includes a token embedding.",
+            )
+        self.needs = replace(self.needs, feature_layers=head.feature_layers)
 
     def feature_window(self, config: SpeculativeConfig) -> Window | None:
         """Return the window of the call, or else the length of the texts that the layer was trained on, if known."""
@@ -87,15 +91,17 @@ class LayerDrafter(Drafter):
 
         A static tree determines all sizes; `top_k` of the config is then ignored.
         """
-        defaults = self.head.config
-        tree = config.tree or defaults.tree
+        own = self.head.config
+        tree = config.tree or own.tree
         if tree == "static":
-            tree = DEFAULT_CHOICES if isinstance(defaults.tree, str) else defaults.tree
+            tree = DEFAULT_CHOICES if isinstance(own.tree, str) else own.tree
         if tree == "dynamic":
-            num_steps = config.num_steps or defaults.num_steps or self.default_num_steps
-            top_k = config.top_k or defaults.top_k or self.default_top_k
-            wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
-            limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None, self.feature_window(config))
+            budget = Budget(
+                config.num_draft_tokens or own.num_draft_tokens or self.defaults.num_nodes,
+                config.num_steps or own.num_steps or self.defaults.num_steps,
+                config.top_k or own.top_k or self.defaults.top_k,
+            )
+            limits = LayerLimits(self.largest(budget), None, self.feature_window(config))
         else:
             choices = tuple(validate_choices(tree))
             limits = LayerLimits(choices_budget(choices), choices, self.feature_window(config))
@@ -107,7 +113,7 @@ class LayerDrafter(Drafter):
                     raise InvalidConfigError(
                         f"The static tree has {name}={actual}, got {name}={wanted}.", f"Leave {name} None."
                     )
-        vocabulary = defaults.draft_vocab_size or defaults.vocab_size
+        vocabulary = own.draft_vocab_size or own.vocab_size
         if limits.budget.top_k > vocabulary:
             raise InvalidConfigError(
                 f"`top_k` {limits.budget.top_k} exceeds the draft vocabulary of {vocabulary} tokens."
@@ -188,35 +194,31 @@ class LayerFunctions(HeadFunctions):
         positions = entries.expand(rows, -1) if padding is None else token_positions(padding)
         return self._run(prompt.tokens, self._fuse(prompt.features), positions, cache, mask)[:, -1:]
 
-    def read(
-        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
-        padding: PromptPadding | None,
-    ) -> Tensor:  # fmt: skip
+    def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
         """See `HeadFunctions`."""
         width = tokens.shape[1]
         columns = torch.arange(width, dtype=torch.long, device=tokens.device)
-        places = lengths[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
+        after = (valid.cumsum(-1) - 1).clamp(min=0)
+        places = committed.lengths[:, None] + after
         distance = columns[:, None] - columns
         visible = (distance >= 0) & valid[:, None] | (distance == 0)
         if self.window is not None:
             visible = visible & (places[:, :, None] - places[:, None] < self.window)
-        mask = slots.mask(lengths, committed_for(slots, lengths, padding, places, self.window), visible)
-        positions = places if padding is None else places - padding.counts[:, None]
-        outputs = self._run(tokens, self._fuse(features), positions, slots.cache(lengths, 0, width), mask)
+        mask = committed.mask(places, visible, self.window)
+        cache = committed.slots.cache(committed.lengths, 0, width)
+        outputs = self._run(tokens, self._fuse(features), committed.first_positions + after, cache, mask)
         last = torch.where(valid, columns, 0).amax(-1)[:, None, None]
         return outputs.gather(1, last.expand(-1, -1, outputs.shape[-1]))
 
-    def draft(
-        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
-        plan: DraftPlan,
-    ) -> Draft:  # fmt: skip
+    def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
         """See `HeadFunctions`."""
-        first, top_k = first_positions(lengths, padding), plan.shape.top_k
+        slots, lengths, first = committed.slots, committed.lengths, committed.first_positions
+        top_k = plan.shape.top_k
 
         def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
             count, appended = seen.shape[1:]
             places = (lengths[:, None] + (depth - 1)).expand(-1, count)
-            mask = slots.mask(lengths, committed_for(slots, lengths, padding, places, self.window), seen)
+            mask = committed.mask(places, seen, self.window)
             index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
             hidden, cache = above.features.gather(1, index), slots.cache(lengths, appended - count, count)
             positions = (first + (depth - 1)).expand(-1, count)
@@ -230,8 +232,7 @@ class LayerFunctions(HeadFunctions):
         return scored(features, logits, top_k, self.hot_token_ids)
 
     def _fuse(self, features: Tensor) -> Tensor:
-        hidden: Tensor = self.stages.fuse(features.to(self.device, self.dtype))
-        return hidden
+        return self.stages.fuse(features.to(self.device, self.dtype))
 
     def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
         """Run the layer over T new entries and return its outputs `[B, T, D]`, on the device of the tokens."""
@@ -257,29 +258,9 @@ class EagleDrafter(LayerDrafter):
     """
 
     method = "eagle"
+    needs = Needs(token_ids=True)
     head: EagleFamilyHead
 
     def __init__(self, head: EagleFamilyHead) -> None:
         check_type("head", head, EagleFamilyHead, HOW_TO_LOAD)
         self.head = head.eval().requires_grad_(False)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
-
-    def bind(self, model: PreTrainedModel) -> None:
-        """See `Drafter.bind`."""
-        self.needs = replace(bind_sharing_head(self.head, model), token_ids=True)
-
-
-def bind_sharing_head(head: EagleFamilyHead | DFlashHead, model: PreTrainedModel) -> Needs:
-    """Do the same as `bind_head`; drop the head's embedding if it equals the model's, and return its needs."""
-    bind_head(head, model)
-    head.share_embedding(model)
-    size = head.config.hidden_size
-    width = getattr(head.embedding_for(model), "embedding_dim", size)
-    if width != size:
-        raise DrafterMismatchError(
-            f"{type(model).__name__} has token embeddings of size {width}, this head needs {size}.",
-            "Use a head that includes a token embedding.",
-        )
-    return Needs(feature_layers=head.feature_layers)

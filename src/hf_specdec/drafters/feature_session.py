@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,32 @@ class DraftPlan:
         return isinstance(self.shape, Budget) and self.shape.min_level_probability > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The committed entries of a head's cache, and the slots behind them to which new entries are appended."""
+
+    slots: Slots
+    lengths: Tensor  # [B] entries of each row, including padding
+    padding: PromptPadding | None
+
+    @property
+    def first_positions(self) -> Tensor:
+        """Position `[B, 1]` of the first entry behind them."""
+        return (self.lengths if self.padding is None else self.lengths - self.padding.counts)[:, None]
+
+    def mask(self, places: Tensor, visible: Tensor, window: int | None) -> Tensor:
+        """Return which entries new ones at `places` `[B, T]` of their rows see; `visible`: which new ones they see."""
+        size = self.slots.size
+        if size == 0:  # behind no prompt
+            seen = torch.zeros(*places.shape, 0, dtype=torch.bool, device=places.device)
+        else:
+            seen = committed_slots(self.lengths, size, self.padding)[:, None].expand(-1, places.shape[1], -1)
+        if window is not None and size:
+            columns = torch.arange(size, dtype=torch.long, device=places.device)
+            seen = seen & (places[:, :, None] - columns < window)
+        return self.slots.mask(self.lengths, seen, visible)
+
+
 class HeadFunctions(ABC):
     """What a kind of head computes, as functions of tensors. They hold nothing of a call and never read the device."""
 
@@ -132,10 +158,7 @@ class HeadFunctions(ABC):
     def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
         """Return the plan of a tree: that of `levels` if it is static, else within `budget`.
 
-        Args:
-            budget: Budget of the tree.
-            levels: The static tree.
-            largest: Budget of the largest tree of the call.
+        `largest` is the budget of the largest tree of the call.
         """
 
     @abstractmethod
@@ -143,52 +166,22 @@ class HeadFunctions(ABC):
         """Append a prompt's entries to an empty cache; `padding` is that of the entries. Returns as `read`."""
 
     @abstractmethod
-    def read(
-        self, slots: Slots, features: Tensor, tokens: Tensor, valid: Tensor, lengths: Tensor,
-        padding: PromptPadding | None,
-    ) -> Tensor:  # fmt: skip
+    def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
         """Append the entries of accepted tokens; return the head's features `[B, 1, D]` of each row's last one.
 
         Args:
-            slots: The slots that they are appended to.
+            committed: The entries so far.
             features: `[B, T, layers * D]` the target's features.
             tokens: `[B, T]` the token after each.
             valid: `[B, T]` bool, False where a row has no entry.
-            lengths: `[B]` committed entries of each row, including padding.
-            padding: Padding of the committed entries.
         """
 
     @abstractmethod
-    def draft(
-        self, slots: Slots, roots: Tensor, last: Tensor, lengths: Tensor, padding: PromptPadding | None,
-        plan: DraftPlan,
-    ) -> Draft:  # fmt: skip
+    def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
         """Draft a tree behind the committed entries; its own entries are appended for the caller to roll back.
 
-        Args:
-            roots: `[B]`.
-            last: `[B, 1, D]` from `read`.
-            slots, lengths, padding: See `read`.
-            plan: The tree.
+        `last` `[B, 1, D]` comes from `read`.
         """
-
-
-def committed_for(
-    slots: Slots, lengths: Tensor, padding: PromptPadding | None, places: Tensor, window: int | None
-) -> Tensor:
-    """Return which committed entries `[B, T, slots.size]` new entries at `places` `[B, T]` of their rows see."""
-    if slots.size == 0:  # behind no prompt
-        return torch.zeros(*places.shape, 0, dtype=torch.bool, device=places.device)
-    seen = committed_slots(lengths, slots.size, padding)[:, None].expand(-1, places.shape[1], -1)
-    if window is None:
-        return seen
-    columns = torch.arange(slots.size, dtype=torch.long, device=places.device)
-    return seen & (places[:, :, None] - columns < window)
-
-
-def first_positions(lengths: Tensor, padding: PromptPadding | None) -> Tensor:
-    """Return the position `[B, 1]` of the first entry behind the committed ones."""
-    return (lengths if padding is None else lengths - padding.counts)[:, None]
 
 
 class DraftGraphs:
@@ -224,12 +217,7 @@ class FeatureSession(LaunchingSession):
     first `SINKS` and its last W tokens; this is done between two steps. A new entry attends to all entries that the
     cache holds. Keys keep the rotation of their true position, and new entries continue to count from there.
 
-    Args:
-        functions: What the head computes.
-        head: The head.
-        graphs: The functions as graphs, or None.
-        context: The prompt; must include the target's features.
-        limits: The largest tree.
+    `graphs` are the functions as graphs, or None; `context` must include the target's features of the prompt.
     """
 
     def __init__(
@@ -301,7 +289,6 @@ class FeatureSession(LaunchingSession):
         return self._cache.lengths_on(self._roots.device, len(self._roots))
 
     def _read_unread(self) -> None:
-        """Read all entries that the head has not read yet into the cache."""
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
             self._last = self._functions.read_prompt(prompt, self._padding, self._cache)
@@ -331,17 +318,16 @@ class FeatureSession(LaunchingSession):
         (rows, width), graphs, functions = entries.tokens.shape, self._graphs, self._functions
         inputs = entries.features, entries.tokens, entries.valid
         if graphs is None or width > CAPTURED_WIDTHS[-1] or not self._has_memory:
-            return functions.read(Appended(self._cache), *inputs, self._lengths, self._padding)
+            return functions.read(self._committed(), *inputs)
         width = width_for(width)
         bucket = self._bucket(width)
 
         def read(features: Tensor, tokens: Tensor, valid: Tensor, *committed: Tensor) -> Sequence[Tensor]:
-            lengths, padding = _lengths_and_padding(*committed)
-            return [functions.read(bucket, features, tokens, valid, lengths, padding)]
+            return [functions.read(_captured(bucket, *committed), features, tokens, valid)]
 
         padded = (Input(tensor, width) for tensor in inputs)
         key = rows, width, bucket.size
-        (last,) = graphs.reads(key, read, *padded, *self._committed(bucket), moves=graphs.memory.moves)
+        (last,) = graphs.reads(key, read, *padded, *self._inputs_of(bucket), moves=graphs.memory.moves)
         return last
 
     def _draft(self, budget: Budget) -> Draft:
@@ -349,16 +335,15 @@ class FeatureSession(LaunchingSession):
         assert self._last is not None
         graphs, functions, plan, rows = self._graphs, self._functions, self._plan(budget), len(self._roots)
         if graphs is None or plan.stops_early or not self._has_memory:
-            slots, lengths = Appended(self._cache), self._lengths
-            draft = functions.draft(slots, self._roots, self._last, lengths, self._padding, plan)
+            draft = functions.draft(self._committed(), self._roots, self._last, plan)
             self._cache.rollback()
             return draft
         bucket = self._bucket(plan.num_entries)
 
         def grow(roots: Tensor, last: Tensor, *committed: Tensor) -> Sequence[Tensor]:
-            return _outputs(functions.draft(bucket, roots, last, *_lengths_and_padding(*committed), plan))
+            return _outputs(functions.draft(_captured(bucket, *committed), roots, last, plan))
 
-        inputs = Input(self._roots), Input(self._last), *self._committed(bucket)
+        inputs = Input(self._roots), Input(self._last), *self._inputs_of(bucket)
         results = graphs.drafts((rows, bucket.size, *plan.key), grow, *inputs, moves=graphs.memory.moves)
         return _drafted(results, plan)
 
@@ -381,12 +366,11 @@ class FeatureSession(LaunchingSession):
         def advance(
             states: Tensor, path: Tensor, tokens: Tensor, roots: Tensor, *committed: Tensor
         ) -> Sequence[Tensor]:
-            lengths, padding = _lengths_and_padding(*committed)
-            accepted = path >= 0
-            last = functions.read(bucket, _at_path(states, path), tokens.clamp(min=0), accepted, lengths, padding)
-            bucket.compact(lengths, accepted)
-            lengths = lengths + accepted.sum(-1)
-            outputs = _outputs(functions.draft(bucket, roots, last, lengths, padding, plan))
+            before, accepted = _captured(bucket, *committed), path >= 0
+            last = functions.read(before, _at_path(states, path), tokens.clamp(min=0), accepted)
+            bucket.compact(before.lengths, accepted)
+            lengths = before.lengths + accepted.sum(-1)
+            outputs = _outputs(functions.draft(replace(before, lengths=lengths), roots, last, plan))
             # one copy takes the features and the log-probabilities along; the conversion is exact
             wide = torch.promote_types(last.dtype, outputs[-1].dtype)
             return [*outputs, lengths, last.to(wide)]
@@ -399,7 +383,7 @@ class FeatureSession(LaunchingSession):
             Input(kept.path, width, -1),
             Input(kept.tokens, width),
             Input(kept.next_token),
-            *self._committed(bucket),
+            *self._inputs_of(bucket),
             moves=graphs.memory.moves,
         )
         self._cache.append_unread(width, grown)
@@ -419,8 +403,11 @@ class FeatureSession(LaunchingSession):
         self._cache.store.make_room(end)
         return Bucket(self._cache, min(bucket_of(end), self._cache.capacity))
 
-    def _committed(self, bucket: Bucket) -> Sequence[Input]:
-        """Return the inputs for `_lengths_and_padding`; the padding rarely changes."""
+    def _committed(self) -> Committed:
+        return Committed(Appended(self._cache), self._lengths, self._padding)
+
+    def _inputs_of(self, bucket: Bucket) -> Sequence[Input]:
+        """Return the inputs for `_captured`; the padding rarely changes."""
         padding, constants = self._constants
         if constants is None or padding is not self._padding:
             lengths, given = self._lengths, self._padding
@@ -434,8 +421,8 @@ class FeatureSession(LaunchingSession):
         )  # fmt: skip
 
 
-def _lengths_and_padding(lengths: Tensor, valid: Tensor, counts: Tensor) -> tuple[Tensor, PromptPadding]:
-    return lengths, PromptPadding(valid, counts, counts)
+def _captured(bucket: Bucket, lengths: Tensor, valid: Tensor, counts: Tensor) -> Committed:
+    return Committed(bucket, lengths, PromptPadding(valid, counts, counts))
 
 
 def _at_path(states: Tensor, path: Tensor) -> Tensor:
@@ -457,15 +444,10 @@ def _drafted(outputs: Sequence[Tensor], plan: DraftPlan) -> Draft:
 def prompt_entries(
     context: DraftContext, layers: Sequence[int], window: Window | None
 ) -> tuple[Entries, PromptPadding | None]:
-    """Return a prompt's entries within a window, and their padding.
+    """Return a prompt's entries within a window, and their padding; `layers` are the hidden states to read.
 
     Tokens in a cache passed by the user have no features, virtual tokens (prompt tuning) have no ids: both are left
     out. Without token ids (`inputs_embeds`), the entries have only the root's.
-
-    Args:
-        context: The prompt, with features.
-        layers: Numbers of the hidden states to read.
-        window: The window, or None.
     """
     assert context.features is not None
     features, chosen, padding = context.features.of(layers), context.features.chosen, context.padding

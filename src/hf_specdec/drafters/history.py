@@ -22,7 +22,7 @@ from typing import Any
 
 from hf_specdec.atomic import write_text
 from hf_specdec.config import MAX_HISTORY_NAME, PER_PROMPT, SpeculativeConfig
-from hf_specdec.drafters.base import SIZES, Candidate, CandidateSession, DraftContext, Drafter, DraftTarget
+from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, DraftTarget
 from hf_specdec.drafters.prompt_lookup import (
     MATCH_CLASSES,
     MAX_CONTINUATIONS,
@@ -30,9 +30,9 @@ from hf_specdec.drafters.prompt_lookup import (
     ONLY_ACCEPTANCE,
     SHORTER_FACTOR,
     START,
-    GrowingText,
     Match,
     SuffixAutomaton,
+    TextDrafter,
     TextSession,
 )
 from hf_specdec.drafters.registry import HISTORY
@@ -80,9 +80,7 @@ class _Answers:
 
     texts: OrderedDict[int, tuple[int, ...]] = field(default_factory=OrderedDict)  # by number of the answer
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    starts: list[int] = field(
-        default_factory=list
-    )  # position in the automaton's text at which each of `numbers` begins
+    starts: list[int] = field(default_factory=list)  # where each of `numbers` begins in the automaton's text
     numbers: list[int] = field(default_factory=list)
 
     def append(self, number: int, text: tuple[int, ...]) -> None:
@@ -178,10 +176,7 @@ class AnswerHistory:
     def use(self, key: str, automaton: SuffixAutomaton, state: int) -> None:
         """Note that a draft followed the latest occurrence of a state's substrings, see `max_tokens`.
 
-        Args:
-            key: The key.
-            automaton: Result of `find`; nothing is noted if it has been replaced since.
-            state: State of the automaton.
+        Nothing is noted if the automaton (from `find`) has been replaced since.
         """
         with self._lock:
             answers = self._answers.get(key)
@@ -293,12 +288,9 @@ class AnswerHistory:
 
 
 def history_keys(history: bool | str | Sequence[str], prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the key of each row's history.
+    """Return the key of each row's history, given as in `SpeculativeConfig`, and the prompts without padding.
 
-    Args:
-        history: As in `SpeculativeConfig`; a tuple has one name per row, or per prompt if several rows are sampled
-            for each.
-        prompts: Token ids of each row's prompt, without padding.
+    A tuple has one name per row, or per prompt if several rows are sampled for each.
     """
     if history == PER_PROMPT:
         texts = (",".join(map(str, prompt)) for prompt in prompts)
@@ -309,7 +301,7 @@ def history_keys(history: bool | str | Sequence[str], prompts: Sequence[Sequence
     return [SHARED if history is True else NAMED + str(history)] * len(prompts)
 
 
-class HistoryDrafter(Drafter):
+class HistoryDrafter(TextDrafter):
     """Drafts continuations found in earlier answers, with probabilities from their counts.
 
     Part of `"auto"` and `"hybrid"` if the config sets `history`. Fields: `num_draft_tokens` (default 32), `num_steps`
@@ -321,17 +313,10 @@ class HistoryDrafter(Drafter):
     """
 
     method = HISTORY
-    accepts = SIZES
-    tree_from = "the matches found"
     defaults = Budget(32, 32, MAX_CONTINUATIONS)
 
     def __init__(self, history: AnswerHistory, of: bool | str | Sequence[str]) -> None:
         self._history, self._of = history, of
-
-    def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the largest tree."""
-        num_nodes = config.num_draft_tokens or self.defaults.num_nodes
-        return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or self.defaults.top_k)
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Start a session, which searches the answers of each row's key."""
@@ -355,12 +340,10 @@ class _HistorySession(TextSession):
                 self._history.use(key, text.automaton, text.start.state)
 
 
-class AnswerMatches(GrowingText):
+class AnswerMatches(Candidates):
     """One row's text as a source of candidates: what followed its last tokens in earlier answers.
 
-    Args:
-        automaton: Automaton of the answers, which may grow; None if there are none.
-        tokens: The end of the text so far.
+    The automaton of the answers may grow; None if there are none. `tokens` are the end of the text so far.
     """
 
     start: Match

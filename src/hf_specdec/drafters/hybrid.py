@@ -121,12 +121,7 @@ class HybridDrafter(Drafter):
             part.bind(model)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of the largest merged tree, after checking the limits of every part.
-
-        Raises:
-            InvalidConfigError: A part rejects its configuration.
-            DrafterMismatchError: A third-party part is invalid, see `checked_limits`.
-        """
+        """Return the size of the largest merged tree, after checking the limits of every part."""
         for name, part in self._parts.items():  # an invalid part is refused before any work
             checked_limits(part, _part_config(part, name, config), name)
         limits = super().limits(config)
@@ -321,7 +316,6 @@ class _HybridSession(DraftSession):
         return answer
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
-        """Launch drafts of the heads that are expected to pay; return their trees for the host to read."""
         tensors = list[Tensor]()
         for head in self._heads:
             if not head.session.can_launch:
@@ -341,14 +335,6 @@ class _HybridSession(DraftSession):
             usual = head.num_queries > 0 and one_time_work() == before
             self._unread.append((head, stats, draft, len(tree), usual, stopwatch))
         return tensors
-
-    def _receive(self, lists: Sequence[list[list[int]]]) -> None:
-        """Store the drafts launched in this step as answers, given their values on the host; drop older answers."""
-        remaining, self._launched = iter(lists), {}
-        for head, stats, draft, num_tensors, usual, stopwatch in self._unread:
-            candidates = _candidates(draft, list(islice(remaining, num_tensors)))
-            self._launched[head.name] = _Answer(stats, candidates, stopwatch.take(), usual)
-        self._unread = []
 
     def _draft(self, trees: Sequence[MergedTree], num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of each active row's tree as a draft; ended rows have only a root."""
@@ -371,7 +357,11 @@ class _HybridSession(DraftSession):
     # ------------------------------------------------------------------------------------------- learning
 
     def observe(self, step: Step) -> None:
-        self._receive(step.acceptance.launched or ())
+        values, self._launched = iter(step.acceptance.launched or ()), {}
+        for head, stats, draft, num_tensors, usual, stopwatch in self._unread:
+            candidates = _candidates(draft, list(islice(values, num_tensors)))
+            self._launched[head.name] = _Answer(stats, candidates, stopwatch.take(), usual)
+        self._unread = []
         begin, emitted = time.perf_counter(), step.acceptance.emitted
         for row in self._active:
             self._count(row, emitted[row])
@@ -403,12 +393,10 @@ class _HybridSession(DraftSession):
                     break
 
     def close(self) -> None:
-        """Close the sessions of the parts."""
         for source in (*self._free, *self._heads):
             source.session.close()
 
     def report(self) -> dict[str, Any]:
-        """Return queries and seconds by head, the free sources, and how many drafts were expected and accepted."""
         return {
             "queries": {head.name: head.num_queries for head in self._heads},
             "query_seconds": {head.name: head.query_seconds for head in self._heads},

@@ -36,10 +36,7 @@ class LaunchingSession(DraftSession):
 
     @abstractmethod
     def _follow(self, step: Step) -> None:
-        """Update the state with the accepted tokens of a step.
-
-        Must not wait for the device if the step is unread; `_settle` updates the host's part later.
-        """
+        """Update the state with the accepted tokens of a step, without waiting for the device if it is unread."""
 
     def _settle(self, acceptance: Accepted) -> None:
         """Update the host's part of the state for a step that `launch` got, after the host has read it."""

@@ -18,19 +18,17 @@ from hf_specdec.checkpoints.mtp_layouts import drops_mtp, target_mtp
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter, LayerFunctions
-from hf_specdec.drafters.feature_session import Entries, FeatureSession, LayerLimits, committed_for, first_positions
+from hf_specdec.drafters.feature_session import Entries, FeatureSession, LayerLimits
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead
-from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.heads.native_mtp import NativeMtp
+from hf_specdec.heads.mtp import MtpHead, NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.features import PromptPadding, Window, token_positions
-from hf_specdec.verification.graphs import Appended
 
-MTP_STEPS = 3
-"""Default depth of drafts with a single module, as in FastMTP."""
+CHAIN = Budget(16, 3, 1)
+"""Default sizes of drafts with a single module; 3 steps as in FastMTP."""
 
 
 @register("mtp", heads=(MtpHead, LayerMtpHead))
@@ -45,7 +43,7 @@ class MtpDrafter(EagleDrafter):
     """
 
     method = "mtp"
-    default_num_steps, default_top_k = MTP_STEPS, 1
+    defaults = CHAIN
 
     def __init__(self, head: MtpHead | LayerMtpHead) -> None:
         super().__init__(head)
@@ -59,9 +57,7 @@ class MtpDrafter(EagleDrafter):
 
         Raises:
             DrafterMismatchError: The model or its checkpoint has no MTP modules.
-            UnsupportedModelError: The modules are not plain attention layers, transformers cannot build them, or there
-                are several of those that transformers drops.
-            HeadTensorsError: Tensors of the modules are missing or have wrong shapes.
+            UnsupportedModelError: The modules cannot be built or run.
             CheckpointFormatError: The checkpoint cannot be read.
         """
         return MtpDrafter(target_mtp(model)) if drops_mtp(model) else NativeMtpDrafter(model)
@@ -77,7 +73,7 @@ class NativeMtpDrafter(LayerDrafter):
     """
 
     method = "mtp"
-    default_num_steps, default_top_k = MTP_STEPS, 1
+    defaults = CHAIN
     head: NativeMtp
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -183,12 +179,9 @@ class _ModulesSession(FeatureSession):
         )
 
     def _draft_chain(self, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Draft L tokens; return tokens and log-probabilities `[B, L]`.
+        """Draft L tokens behind entries from `_aligned`; return tokens and log-probabilities `[B, L]`.
 
         Entries that need none of these tokens are committed; the last L-1 are kept in `_pending`.
-
-        Args:
-            entries: Entries from `_aligned`.
         """
         layers, device = self._num_layers, entries.tokens.device
         counts = (entries.path >= 0).sum(-1, keepdim=True)
@@ -197,7 +190,7 @@ class _ModulesSession(FeatureSession):
         visible = (distance >= 0)[None]  # hides the invalid entries, which come after the valid ones
         if self._functions.window is not None:
             visible = visible & (distance < self._functions.window)
-        positions = first_positions(self._lengths, self._padding) + indices
+        positions = self._committed().first_positions + indices
         last = (counts - 1).clamp(min=0)
         hidden, read = self._functions._fuse(entries.features), entries.tokens
         tokens, log_probs = [], []
@@ -217,15 +210,12 @@ class _ModulesSession(FeatureSession):
     def _run_layer(self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run module number `layer` over T entries and return its outputs `[B, T, D]`.
 
-        Args:
-            layer: Number of the module.
-            tokens, hidden, positions: `[B, T]`, `[B, T, D]`, `[B or 1, T]`.
-            visible: `[B or 1, T, T]` bool, which of these entries each one sees, in addition to committed ones.
+        `visible` `[B or 1, T, T]` says which of these entries each one sees, in addition to committed ones.
         """
-        functions, lengths, slots = self._functions, self._lengths, Appended(self._cache)
+        functions = self._functions
         positions = positions.expand(len(tokens), -1)
         places = positions if self._padding is None else positions + self._padding.counts[:, None]
-        mask = slots.mask(lengths, committed_for(slots, lengths, self._padding, places, functions.window), visible)
+        mask = self._committed().mask(places, visible, functions.window)
         output = self._head.read_layer(
             layer,
             functions.embedding(tokens).to(functions.device, functions.dtype),

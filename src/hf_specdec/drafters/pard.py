@@ -97,19 +97,14 @@ class PardDrafter(DraftModelDrafter):
             )
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; its first `propose` reads the prompt.
-
-        Raises:
-            UnsupportedModelError: The assistant has changed and can no longer verify trees.
-        """
+        """Start a session; its first `propose` reads the prompt."""
         self._check_trees()
         return _PardSession(self, target, context, self.limits(config))
 
 
 def fields_of(assistant: Any) -> Mapping[str, Any]:
     """Return the fields of a model's config; none if it has no config."""
-    fields: Mapping[str, Any] = getattr(getattr(assistant, "config", None), "__dict__", {})
-    return fields
+    return getattr(getattr(assistant, "config", None), "__dict__", {})
 
 
 class _PardSession(DraftModelSession):

@@ -10,7 +10,6 @@ copied; short ones are often chance.
 from __future__ import annotations
 
 import operator
-from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -52,8 +51,20 @@ SHORTER_FACTOR = 0.25
 """Factor on these rates for tokens that followed a suffix of the match, but not the match itself."""
 
 
+class TextDrafter(Drafter):
+    """Base of drafters of continuations that are found in texts."""
+
+    accepts = SIZES
+    tree_from = "the matches found"
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """Return the largest tree; short matches give smaller trees, and no match gives the root alone."""
+        num_nodes = config.num_draft_tokens or self.defaults.num_nodes
+        return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or self.defaults.top_k)
+
+
 @register("prompt_lookup", aliases=("ngram",))
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter(TextDrafter):
     """Drafts continuations found in the prompt and the output so far. Works with any model.
 
     Config fields: `num_draft_tokens` limits the tree (default 32, shared by the rows of a batch, because the cost of a
@@ -67,19 +78,13 @@ class PromptLookupDrafter(Drafter):
         InvalidConfigError: `corpus` is not an iterable of texts of non-negative token ids.
     """
 
-    accepts = SIZES
-    tree_from = "the matches found"
     defaults = Budget(32, 32, 2)
 
     def __init__(self, corpus: Iterable[Iterable[int]] | None = None) -> None:
         self._corpus = None if corpus is None else SuffixAutomaton.of_corpus(_token_ids(corpus))
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check that all tokens of the corpus are in the model's vocabulary.
-
-        Raises:
-            DrafterMismatchError: Some are not, so the corpus was made with another tokenizer.
-        """
+        """Check that all tokens of the corpus are in the model's vocabulary."""
         largest = -1 if self._corpus is None else max(self._corpus.following[START], default=-1)
         vocab_size = num_embedded_tokens(model)
         if largest >= vocab_size:
@@ -87,11 +92,6 @@ class PromptLookupDrafter(Drafter):
                 f"The corpus contains token {largest}, but {type(model).__name__} has only {vocab_size} tokens.",
                 "Tokenize the corpus with this model's tokenizer.",
             )
-
-    def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the largest tree; short matches give smaller trees, and no match gives the root alone."""
-        num_nodes = config.num_draft_tokens or self.defaults.num_nodes
-        return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or self.defaults.top_k)
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Start a session, which indexes the prompt of every row."""
@@ -113,26 +113,14 @@ def _token_ids(corpus: Iterable[Iterable[int]]) -> Iterator[list[int]]:
         ) from error
 
 
-class GrowingText(Candidates):
-    """One row's text as a source of candidates, to which emitted tokens are appended."""
-
-    @abstractmethod
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text."""
-
-
 class TextSession(CandidateSession):
-    """A session whose sources, one per row, grow with the rows' texts.
+    """A session whose sources, one per row, grow with the rows' texts: `extend` appends the emitted tokens.
 
-    Args:
-        texts: The source of each row.
-        roots: `[B]` first emitted tokens, on the device of the drafts.
-        on_host: The same as integers.
+    `roots` `[B]` are the first emitted tokens, on the device of the drafts; `on_host` the same as integers.
     """
 
-    def __init__(self, texts: Sequence[GrowingText], roots: Tensor, on_host: Sequence[int]) -> None:
-        self._texts: Sequence[Any] = texts
-        self._roots, self._device = list(on_host), roots.device
+    def __init__(self, texts: Sequence[Any], roots: Tensor, on_host: Sequence[int]) -> None:
+        self._texts, self._roots, self._device = texts, list(on_host), roots.device
 
     @property
     def candidates(self) -> Sequence[Candidates]:
@@ -176,14 +164,10 @@ class Match(NamedTuple):
     length: int
 
 
-class RepeatedText(GrowingText):
+class RepeatedText(Candidates):
     """One row's text as a source of candidates: what followed earlier occurrences of its last tokens.
 
-    A place is the match in the text itself and that in the corpus.
-
-    Args:
-        tokens: The text so far.
-        corpus: Automaton of further texts to search; None if there are none.
+    A place is the match in the text itself and that in the corpus, the automaton of further texts.
 
     Example: [1, 2, 3, 1, 2] ends in [1, 2], which was followed by 3 before, so 3 is a candidate.
     """

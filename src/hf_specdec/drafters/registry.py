@@ -161,9 +161,7 @@ def _load_entry_points() -> None:
 def check_drafter_name(name: str, own: Collection[str]) -> None:
     """Refuse a drafter's name that would hide a method with other drafts.
 
-    Args:
-        name: The name in `speculative=` that the drafter is to get.
-        own: Names of the methods that the drafter may belong to: it may have their names and aliases.
+    A drafter may have the names and aliases of its `own` methods.
     """
     rows = methods()
     method = next((row.name for row in rows.values() if name in row.aliases), name)

@@ -39,12 +39,7 @@ class _Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> _Vocabulary:
-        """Return the vocabulary of a tokenizer, with ordinary tokens as the bytes that they stand for.
-
-        Args:
-            tokenizer: A tokenizer of transformers.
-            size: Number of ids that its model knows; tokens with larger ids are left out.
-        """
+        """Return the vocabulary of a tokenizer; `size` is the number of ids that its model knows."""
         spelling = {index: token for token, index in tokenizer.get_vocab().items() if index < size}
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < size}
         special = {index: str(token) for index, token in added.items() if token.special}
@@ -163,11 +158,9 @@ class TokenTranslation:
         return upload(tokens, torch.long, ids.device), upload(valid, torch.long, ids.device)
 
     def emitted(self, tokens: Tensor, on_host: Sequence[Sequence[int]] | None) -> tuple[Tensor, list[int]]:
-        """Translate emitted tokens; return them as `[R, Q]`, padded with -1, and their number in each row.
+        """Translate emitted tokens `[R, P]`, padded with -1; return them as `[R, Q]` and their number in each row.
 
-        Args:
-            tokens: `[R, P]`, padded with -1.
-            on_host: The same on the host, without padding; None for the roots of a session (P = 1), which are read.
+        `on_host` are the same without padding; None for the roots of a session (P = 1), which are read.
         """
         rows = [self.translated(row) for row in (tokens.tolist() if on_host is None else on_host)]
         width = max(map(len, rows))
@@ -235,13 +228,8 @@ def translation_between(
 ) -> TokenTranslation | None:
     """Return the translation from a target's tokenizer to an assistant's, made once per pair of tokenizers.
 
-    Args:
-        tokenizer, assistant_tokenizer: Tokenizers of transformers.
-        num_tokens: Number of ids in the target's vocabulary.
-        num_assistant_tokens: Number of ids that the assistant both embeds and predicts.
-
-    Returns:
-        None if no translation is needed: the assistant knows all tokens of the target's tokenizer by the same ids.
+    None if the assistant knows all tokens of the target's tokenizer by the same ids. The numbers are those of the ids
+    in the target's vocabulary, and of those that the assistant both embeds and predicts.
     """
     sizes = len(tokenizer), len(assistant_tokenizer)  # tokens may be added later
     return _translation(tokenizer, assistant_tokenizer, num_tokens, num_assistant_tokens, sizes)

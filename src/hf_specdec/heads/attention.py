@@ -1,4 +1,4 @@
-"""The attention of a draft layer, with four ways to attend.
+"""The attention of a draft layer and its rotary positions, with four ways to attend.
 
 Inference reads keys from a cache; training runs the same layer several times over one sequence. Both use the same
 projections and pass a different function `attend(query, key, value) -> output`.
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.rotary import rotate
 from hf_specdec.verification import tree_attention
 from hf_specdec.verification.tree_attention import append_and_attend
 
@@ -33,6 +32,46 @@ MAX_PACKED_QUERIES = 512
 """Maximum number of new entries T for which the query heads of a key head are packed into one attention.
 
 For more, keys and values are repeated per query head, which takes less memory than a packed mask."""
+
+
+class DraftRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary embedding, which also honours `partial_rotary_factor` for the type `default`.
+
+    Source: Su et al., "RoFormer" (https://arxiv.org/abs/2104.09864); partial rotation as in transformers (Phi, GLM,
+    Qwen3-Next).
+    """
+
+    def __init__(self, config: Any) -> None:
+        size = rotated_size(config)
+        if size < 2 or size % 2:
+            raise InvalidConfigError(
+                f"`partial_rotary_factor` rotates {size} of {config.head_dim} dimensions; it must be an even number."
+            )
+        super().__init__(config)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: Any, device: Any = None, **_: Any) -> tuple[Tensor, float]:
+        """Return the frequencies `[rotated dimensions / 2]` and the scaling of sines and cosines, which is 1."""
+        size = rotated_size(config)
+        exponents = torch.arange(0, size, 2, dtype=torch.float, device=device) / size
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+
+def rotated_size(config: Any) -> int:
+    """Return how many dimensions of each head are rotated."""
+    return int(config.head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+
+
+def rotate(query: Tensor, key: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return queries `[B, H, T, d]` and keys `[B, G, T, d]` with their first r dimensions rotated.
+
+    `rotary` are cosines and sines `[B, T, r]`.
+    """
+    size = rotary[0].shape[-1]
+    if size == query.shape[-1]:
+        return apply_rotary_pos_emb(query, key, *rotary)
+    turned = apply_rotary_pos_emb(query[..., :size], key[..., :size], *rotary)
+    return torch.cat([turned[0], query[..., size:]], dim=-1), torch.cat([turned[1], key[..., size:]], dim=-1)
 
 
 class DraftAttention(nn.Module):
@@ -71,19 +110,12 @@ class DraftAttention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Return the attention output `[B, T, D]`.
-
-        Args:
-            hidden: `[B, T, input_size]` inputs.
-            rotary: Cosines and sines `[B, T, r]`, see `rotate`.
-            attend: Function that computes the attention, see `Attend`.
-        """
+        """Return the attention output `[B, T, D]` of inputs `[B, T, input_size]`; `rotary` as for `rotate`."""
         query, key, value = (self._split(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, key, rotary)
-        output: Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
-        return output
+        return self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
 
     def keys_and_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the keys and values `[B, G, T, d]` of entries without queries; arguments as for `forward`."""
@@ -187,10 +219,7 @@ class AlignedAttention:
 def _attend_block(query: Tensor, begin: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> Tensor:
     """Return the attention `[B, H, block, d]` of the queries `begin : begin + QUERY_BLOCK` in the latest step.
 
-    Args:
-        query: `[B, H, T, d]` all queries of the latest step.
-        begin: First query of the block.
-        keys, values: `[B, H, T, d]` for each step so far.
+    `query` `[B, H, T, d]` has all queries of that step; `keys` and `values` `[B, H, T, d]` are those of each step.
     """
     step, length = len(keys) - 1, query.shape[2]
     end = min(begin + QUERY_BLOCK, length)
@@ -248,14 +277,12 @@ def _attend_blocks(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, later: Tensor,
     blocks: slice,
 ) -> Tensor:  # fmt: skip
-    """Return the attention `[B, H, blocks * S, d]` of some blocks.
+    """Return the attention `[B, H, blocks * S, d]` of some blocks; `query`, `key` and `value` are of all slots.
 
     Args:
-        query, key, value: Queries, keys and values of the slots of all blocks, see `Attend`.
         keys, values: `[B, G, T, d]` of the context.
         hidden: `[B, A, T]` bool, the context that each block does not see.
         later: `[S, S]` bool, the slots of its block that each slot does not see.
-        blocks: The blocks.
     """
     size, groups = len(later), query.shape[1] // key.shape[1]
     query, key, value = (states.unflatten(2, (-1, size))[:, :, blocks] for states in (query, key, value))

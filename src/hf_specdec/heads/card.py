@@ -24,11 +24,10 @@ def model_card(config: Any, method: str, repo: str | None = None, picture: str |
     """Return the card of a head as Markdown.
 
     Args:
-        config: Config of the head; `model_type`, `base_model_name_or_path`, `recipe`, `tau` and, if it has one,
-            `trained_length` are used.
+        config: Config of the head.
         method: Name for `speculative=`.
         repo: Hub id of the head, if known.
-        picture: Path of the plot of the training run, relative to the card; None if there is none.
+        picture: Path of the plot of the training run, relative to the card.
     """
     base = config.base_model_name_or_path
     parts = [
@@ -61,19 +60,12 @@ model.generate(**inputs, speculative="{method}")
 
 
 def export_card(config: Any, format: str, readers: str) -> str:
-    """Return the card, as Markdown, of a head exported to another layout.
-
-    Args:
-        config: Config of the head.
-        format: Name of the layout.
-        readers: Text about the programs that read the layout, and how to use them.
-    """
+    """Return the card of a head exported to a layout; `readers` is a text about the programs that read it."""
     summary = f"A draft head for speculative decoding, converted by hf-specdec to the layout `{format}`."
     return "\n\n".join([_heading(config, [format]), summary, readers]) + "\n"
 
 
 def _heading(config: Any, tags: list[str]) -> str:
-    """Return the metadata block and the title."""
     base, title = config.base_model_name_or_path, TITLES.get(config.model_type, "Draft head")
     known = base and "/" in base and not base.startswith(("/", ".", "~"))
     data = ModelCardData(

@@ -7,7 +7,7 @@ DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,19 +15,16 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
-from hf_specdec.heads.embedding import EmbeddingSharing
-from hf_specdec.heads.head import DraftHead
-from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
-from hf_specdec.heads.rotary import DraftRotaryEmbedding
+from hf_specdec.heads.head import FeatureHead, weights_equal
 from hf_specdec.heads.schema import DFLASH
 from hf_specdec.validation import Rule
-from hf_specdec.verification.cache import TreeCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_BLOCK = 8
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
 
 
 class DFlashConfig(EagleConfig):
@@ -97,7 +94,81 @@ def default_layers(depth: int, num_draft_layers: int) -> list[int]:
     return [round(1 + i * (depth - 4) / (num_draft_layers - 1)) + 1 for i in range(num_draft_layers)]
 
 
-class DFlashHead(EmbeddingSharing, DraftHead):
+class MarkovHead(nn.Module):
+    """Low-rank correction of the logits, given the previous token and the slot's output.
+
+    `logits(next) += W2 m(W1[previous])`. DSpark draws chains; here the correction is computed for every node of a tree
+    (`drafters/dflash.py`), which the tensors allow without change.
+
+    Tensor names are DeepSpec's. In type `gated`, a gate that also reads the slot's output scales the token's
+    embedding; in type `rnn`, a recurrent state carries all previous tokens of the path.
+
+    Args:
+        config: Provides `vocab_size` V, `draft_vocab_size` Vd or None, `hidden_size` D, `markov_rank` r and
+            `markov_head_type`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, rank, self.kind = config.hidden_size, config.markov_rank, config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(size + 2 * rank, 3 * rank)
+
+    def start(self, *shape: int) -> Tensor:
+        """Return the state `[*shape, r]` before the first token of a path: zeros."""
+        weight = self.markov_w1.weight
+        return torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings `[..., r]` of previous tokens `[...]`, given as ids of the target."""
+        return self.markov_w1(tokens)
+
+    def mix(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the r numbers `[..., r]` that `markov_w2` maps to the correction, and the state `[..., r]` after.
+
+        Args:
+            tokens: `[...]` the previous tokens, as ids of the target.
+            hidden: `[..., D]` the block's outputs that predict the tokens after them.
+            state: `[..., r]` states before these tokens; only type `rnn` changes them.
+        """
+        embeddings = self.embed(tokens)
+        if self.kind == "gated":
+            embeddings = self.gate_proj(torch.cat([hidden, embeddings], dim=-1)).sigmoid() * embeddings
+        if self.kind == "rnn":
+            gate, candidate, output = self.joint_proj(torch.cat([state, embeddings, hidden], dim=-1)).chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            state, embeddings = gate * state + (1 - gate) * candidate.tanh(), output.tanh()
+        return embeddings, state
+
+    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the correction of the logits `[..., Vd]` after some tokens, and the state after them; see `mix`."""
+        numbers, state = self.mix(tokens, hidden, state)
+        correction: Tensor = self.markov_w2(numbers)
+        return correction, state
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the probability that a drafted token is accepted if all tokens before it are.
+
+    Args:
+        input_size: D, or D + r if it also reads the Markov head's embedding of the previous token.
+    """
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits `[...]` for inputs `[..., input_size]`."""
+        logits: Tensor = self.proj(hidden)
+        return logits.squeeze(-1)
+
+
+class DFlashHead(FeatureHead):
     """A block head: layers whose queries are the slots `[root, mask, ..., mask]`.
 
     Every layer attends to the context and to the block. The context of a verified token p is
@@ -128,14 +199,11 @@ class DFlashHead(EmbeddingSharing, DraftHead):
             self.markov_head = MarkovHead(config)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(size + config.confidence_with_markov * config.markov_rank)
-        self._make_embedding()
-        self.rotary_emb = DraftRotaryEmbedding(config)
-        self._make_hot_tokens()
-        self.post_init()
+        self._add_common_parts()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Numbers of the target's hidden states that the head reads; raises `InvalidConfigError` while unknown."""
+        """See `FeatureHead`."""
         if self.config.aux_hidden_state_layer_ids is None:
             raise InvalidConfigError(
                 "The layers that this block head reads are not known yet.",
@@ -149,37 +217,23 @@ class DFlashHead(EmbeddingSharing, DraftHead):
         types = self.config.layer_types or [FULL] * self.config.num_hidden_layers
         return tuple(self.config.sliding_window if kind == SLIDING else None for kind in types)
 
-    def check_sizes(self, target_config: Any) -> None:
-        """See `DraftHead.check_sizes`; also sets `num_target_layers`, and DFlash's layers if the config names none.
-
-        Raises:
-            DrafterMismatchError: See `DraftHead.check_sizes`; or the target has too few layers.
-        """
-        depth = target_config.num_hidden_layers
+    def resolve_feature_layers(self, depth: int) -> None:
+        """Use DFlash's layers for a target with `depth` layers, if the config names none."""
         if self.config.aux_hidden_state_layer_ids is None:
             self.config.aux_hidden_state_layer_ids = default_layers(depth, self.config.num_hidden_layers)
+
+    def check_sizes(self, target_config: Any) -> None:
+        """See `FeatureHead.check_sizes`; also sets `num_target_layers`."""
         super().check_sizes(target_config)
-        if not all(-1 <= layer <= depth for layer in self.feature_layers):
-            raise DrafterMismatchError(
-                f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
-                "Use it with the model that it was trained for.",
-            )
-        self.config.num_target_layers = depth
+        self.config.num_target_layers = target_config.num_hidden_layers
 
     def share_embedding(self, model: PreTrainedModel) -> None:
-        """See `EmbeddingSharing`; also drop the head's lm_head if it equals the target's, as in DeepSpec's files."""
+        """See `FeatureHead`; also drop the head's lm_head if it equals the target's, as in DeepSpec's files."""
         super().share_embedding(model)
-        weight = getattr(model.get_output_embeddings(), "weight", None)
-        if not self.config.own_lm_head or type(model.get_output_embeddings()) is not nn.Linear or weight is None:
-            return
-        own = self.lm_head.weight
-        if own.shape == weight.shape and not weight.is_meta and torch.equal(own.to(weight), weight):
+        lm_head = model.get_output_embeddings()
+        if self.config.own_lm_head and type(lm_head) is nn.Linear and weights_equal(self.lm_head, lm_head):
             del self.lm_head
             self.config.own_lm_head, self.shares_lm_head = False, True
-
-    def new_cache(self, reserve: int) -> TreeCache:
-        """Return a cache with one layer per draft layer for one call; it keeps `reserve` free slots after the text."""
-        return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
     def num_forwards(self, num_steps: int) -> int:
         """Return 1: one forward drafts all levels."""
@@ -187,86 +241,47 @@ class DFlashHead(EmbeddingSharing, DraftHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the target's features `[..., layers * D]` to the context `[..., D]`."""
-        context: Tensor = self.hidden_norm(self.fc(features))
-        return context
+        return self.hidden_norm(self.fc(features))
 
     def context_states(self, context: Tensor, position_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values `[B, G, T, d]` of the context.
-
-        Args:
-            context: `[B, T, D]` output of `fuse`.
-            position_ids: `[B, T]` positions of these tokens.
-        """
+        """Return each layer's keys and values `[B, G, T, d]` of the context, the output `[B, T, D]` of `fuse`."""
         rotary = self.rotary_emb(context, position_ids)
         attentions: list[DraftAttention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
         return [attention.keys_and_values(context, rotary) for attention in attentions]
 
     def forward(self, token_embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
-        """Return the normalized outputs `[B, T, D]` of the slots of one or more blocks.
+        """Return the normalized outputs `[B, T, D]` of the slots of one or more blocks, given their embeddings.
 
-        Args:
-            token_embeddings: `[B, T, D]` embeddings of root and masks.
-            position_ids: `[B, T]`.
-            attend: Attention of the slots to context and block; its i-th call is layer i's.
+        `attend` is the attention of the slots to context and block; its i-th call is layer i's.
         """
         rotary, hidden = self.rotary_emb(token_embeddings, position_ids), token_embeddings
         for layer in self.layers:
             hidden = layer(hidden, rotary, attend)
-        output: Tensor = self.norm(hidden)
-        return output
+        return self.norm(hidden)
 
     def read(self, token_embeddings: Tensor, position_ids: Tensor, cache: Cache, masks: Sequence[Tensor]) -> Tensor:
-        """Run one block after the cached context and return its outputs `[B, T, D]`.
+        """Run one block after the cached context and return its outputs `[B, T, D]`; `masks` has one mask per layer.
 
         The block's keys and values are appended to the cache, for the caller to roll back.
-
-        Args:
-            token_embeddings, position_ids: As for `forward`.
-            cache: Cache with one layer per draft layer.
-            masks: One mask `[B, 1, T, S]` per layer, see `attend_over`.
         """
-        output: Tensor = self(token_embeddings, position_ids, attend_over(cache, masks))
-        return output
-
-    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the logits `[..., Vd]` of outputs `[..., D]`, without the correction of a Markov head.
-
-        Args:
-            hidden: Output of `forward`.
-            lm_head: The target's lm_head over the draft vocabulary; used only if the head has none.
-
-        Raises:
-            ValueError: The head has no lm_head, and `lm_head` is None.
-        """
-        score = lm_head if self.shares_lm_head else self.lm_head
-        if score is None:
-            raise ValueError("This head shares the target's lm_head: pass it.")
-        logits: Tensor = score(hidden)
-        return logits
+        return self(token_embeddings, position_ids, attend_over(cache, masks))
 
     def start_state(self, roots: Tensor, first: Tensor) -> Tensor:
-        """Return the Markov head's state `[..., r]` before the roots `[...]`; a head without Markov head has none.
+        """Return the Markov head's state `[..., r]` before the roots `[...]`, whose slots' outputs are `first`.
 
         If the root's slot predicts nothing, a recurrent state has passed it nevertheless, as in speculators.
-
-        Args:
-            roots: `[...]` the roots' tokens.
-            first: `[..., D]` the outputs of their slots.
         """
         state: Tensor = self.markov_head.start(*roots.shape)
         return state if self.config.sample_from_anchor else self.markov_head(roots, first, state)[1]
 
     def confidence(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits `[...]` of the probability that the tokens predicted by some outputs are accepted.
+        """Return the logits `[...]` of the probability that the tokens predicted by outputs `[..., D]` are accepted.
 
-        Args:
-            hidden: `[..., D]` the outputs.
-            tokens: `[...]` the token before each predicted one.
+        `tokens` `[...]` is the token before each predicted one.
         """
         if self.config.confidence_with_markov:
             hidden = torch.cat([hidden, self.markov_head.embed(tokens)], dim=-1)
-        logits: Tensor = self.confidence_head(hidden)
-        return logits
+        return self.confidence_head(hidden)
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
         """See `DraftHead`; runs a block whose slots all have the embedding `features`, and returns `[B, S, Vd]`."""
@@ -299,16 +314,13 @@ def check_block(config: DFlashConfig) -> None:
 
 
 def block_masks(head: DFlashHead, visible: Tensor, lengths: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return for each layer which committed slots and which slots of the block a block behind them sees.
+    """Return for each layer which committed slots `[B, S, L]` and block slots `[S, S]` a block behind them sees.
 
     Args:
         head: A block head.
         visible: `[B, L]` bool, committed slots that hold tokens of the row.
         lengths: `[B]` committed slots of each row, padding included.
         size: Slots S of the block.
-
-    Returns:
-        For each layer `[B, S, L]` and `[S, S]` bool.
     """
     slots = torch.arange(size, dtype=torch.long, device=lengths.device)
     behind = slots[:, None] - slots

@@ -21,7 +21,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.head import CheckedConfig, EagleFamilyHead, portable_name
-from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, checked
 from hf_specdec.transformers_private import model_name
 from hf_specdec.validation import Rule, check_known
@@ -162,8 +161,7 @@ class EagleLayer(nn.Module):
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Map `[B, T, D]` to `[B, T, D]`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(EagleFamilyHead):
@@ -178,7 +176,6 @@ class EagleHead(EagleFamilyHead):
         InvalidConfigError: A size in the config is invalid, or `num_hidden_layers` is not 1.
     """
 
-    shares_lm_head = True
     config_class = EagleConfig
     _no_split_modules = ("EagleLayer",)
 
@@ -190,46 +187,17 @@ class EagleHead(EagleFamilyHead):
         if config.layernorms:
             self.embedding_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.pre_lm_head_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._make_embedding()
-        self.rotary_emb = DraftRotaryEmbedding(config)
-        self._make_hot_tokens()
-        self.post_init()
+        self._add_common_parts()
 
     def forward(
-        self,
-        token_embeddings: Tensor,
-        hidden: Tensor,
-        position_ids: Tensor,
-        attend: Attend = attend_causally,
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend = attend_causally
     ) -> Tensor:
-        """Predict the next hidden states.
-
-        Args:
-            token_embeddings: `[B, T, D]` embeddings of x[t+1].
-            hidden: `[B, T, D]` f[t], or the head's output for t below the first level.
-            position_ids: `[B, T]` positions t.
-            attend: Attention function, see `Attend`.
-
-        Returns:
-            `[B, T, D]` predicted f[t+1].
-        """
+        """See `EagleFamilyHead.forward`."""
         if self.config.layernorms:
             token_embeddings = self.embedding_layernorm(token_embeddings)
         mixed = self.fc(torch.cat([token_embeddings, hidden], dim=-1))
-        output: Tensor = self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend)
-        return output
+        return self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend)
 
-    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return the logits `[..., Vd]` for the head's output `[..., D]`.
-
-        Args:
-            hidden: Output of the head.
-            lm_head: The target's lm_head over the draft vocabulary.
-
-        Raises:
-            ValueError: `lm_head` is None.
-        """
-        if lm_head is None:
-            raise ValueError("This head shares the target's lm_head: pass it.")
-        logits: Tensor = lm_head(self.pre_lm_head_layernorm(hidden) if self.config.layernorms else hidden)
-        return logits
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """See `FeatureHead.score`."""
+        return super().score(self.pre_lm_head_layernorm(hidden) if self.config.layernorms else hidden, lm_head)

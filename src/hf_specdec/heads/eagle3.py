@@ -20,10 +20,8 @@ from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.heads.readings import Reading
-from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE3
 from hf_specdec.validation import Rule
-from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
@@ -119,8 +117,7 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rotary, attend)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Head(EagleFamilyHead):
@@ -171,14 +168,11 @@ class Eagle3Head(EagleFamilyHead):
         self.shares_lm_head = not config.own_lm_head
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-        self._make_embedding()
-        self.rotary_emb = DraftRotaryEmbedding(config)
-        self._make_hot_tokens()
-        self.post_init()
+        self._add_common_parts()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """See `EagleFamilyHead`; raises `InvalidConfigError` while they are unknown."""
+        """See `FeatureHead`."""
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             raise InvalidConfigError(
                 "The layers that this EAGLE-3 head reads are not known yet.",
@@ -187,18 +181,13 @@ class Eagle3Head(EagleFamilyHead):
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `EagleFamilyHead.check_sizes`; an ambiguous head without a reading first gets its first possible one."""
+        """See `FeatureHead.check_sizes`; an ambiguous head without a reading first gets its first possible one."""
         if self.ambiguity is not None and self.reading is None:
             self.read_as(self.ambiguity.readings(target_config)[0], target_config)
         super().check_sizes(target_config)
 
     def read_as(self, reading: Reading, target_config: Any) -> None:
-        """Choose one of the readings of an ambiguous head, and set the config fields that depend on it.
-
-        Args:
-            reading: The reading.
-            target_config: Config of the target's text decoder.
-        """
+        """Choose one of the readings of an ambiguous head, and set the config fields that depend on it."""
         assert self.ambiguity is not None
         self.config.norm_output = reading.norm_output
         layers = self.ambiguity.layers(reading, target_config.num_hidden_layers)
@@ -206,12 +195,8 @@ class Eagle3Head(EagleFamilyHead):
             self.config.eagle_aux_hidden_state_layer_ids = layers
         self.reading = reading
 
-    def new_cache(self, reserve: int) -> TreeCache:
-        """See `EagleFamilyHead`."""
-        return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
-
     def share_embedding(self, model: PreTrainedModel) -> None:
-        """See `EagleFamilyHead`; also give a head with `tie_word_embeddings` the target's embedding as its lm_head.
+        """See `FeatureHead`; also give a head with `tie_word_embeddings` the target's embedding as its lm_head.
 
         Only the rows of the draft vocabulary are copied. Not done if the head has its own lm_head, or if the target's
         lm_head is tied to its embedding anyway.
@@ -237,11 +222,7 @@ class Eagle3Head(EagleFamilyHead):
         self.config.own_lm_head, self.shares_lm_head, self._lm_head_is_embedding = True, False, True
 
     def resolve_feature_layers(self, depth: int) -> None:
-        """Use the paper's layers for a target with `depth` layers, if the config names none.
-
-        Raises:
-            DrafterMismatchError: The target has too few layers for three different ones.
-        """
+        """Use the paper's layers for a target with `depth` layers, if the config names none."""
         if self.config.eagle_aux_hidden_state_layer_ids is not None:
             return
         ids = paper_layers(depth)
@@ -260,28 +241,12 @@ class Eagle3Head(EagleFamilyHead):
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
-        hidden: Tensor = self.fc(features)
-        return hidden
+        return self.fc(features)
 
     def forward(
-        self,
-        token_embeddings: Tensor,
-        hidden: Tensor,
-        position_ids: Tensor,
-        attend: Attend = attend_causally,
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend = attend_causally
     ) -> Tensor:
-        """Predict the next hidden states.
-
-        Args:
-            token_embeddings: `[B, T, D]` embeddings of x[t+1].
-            hidden: `[B, T, D]` output of `fuse` for the target's features at t; when drafting deeper than the first
-                level, the head's own output at t.
-            position_ids: `[B, T]` positions t.
-            attend: Attention function, see `Attend`.
-
-        Returns:
-            `[B, T, D]`, normalized if `norm_output` is set.
-        """
+        """See `EagleFamilyHead.forward`; the output is normalized if `norm_output` is set."""
         rotary = self.rotary_emb(hidden, position_ids)
         output: Tensor = self.midlayer(token_embeddings, hidden, rotary, attend)
         if self.config.num_hidden_layers > 1:
@@ -291,17 +256,6 @@ class Eagle3Head(EagleFamilyHead):
         return self.norm(output) if self.config.norm_output else output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the logits `[..., Vd]` for the head's output `[..., D]`.
-
-        Args:
-            hidden: Output of the head.
-            lm_head: The target's lm_head over the draft vocabulary; used only if the head has none.
-
-        Raises:
-            ValueError: The head has no lm_head, and `lm_head` is None.
-        """
-        score = lm_head if self.shares_lm_head else self.lm_head
-        if score is None:
-            raise ValueError("This head shares the target's lm_head: pass it.")
-        logits: Tensor = score(hidden if self.config.norm_output else self.norm(hidden))
+        """See `FeatureHead.score`; the logits are scaled by `logit_scale`."""
+        logits = super().score(hidden if self.config.norm_output else self.norm(hidden), lm_head)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale

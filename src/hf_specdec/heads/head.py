@@ -7,7 +7,7 @@ The heads are in `eagle.py`, `eagle3.py`, `mtp.py`, `layer_mtp.py` and `medusa.p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,12 +18,10 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.atomic import move_into, staging_directory
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.heads.attention import attend_over
+from hf_specdec.heads.attention import Attend, DraftRotaryEmbedding, attend_causally, attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
-from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.heads.schema import NEUTRAL, checked
-from hf_specdec.heads.vocabulary import HotTokens
 from hf_specdec.records import checked_path, shortened
 from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
@@ -91,19 +89,25 @@ class CheckedConfig:
         return super().from_dict(fields, **kwargs)  # type: ignore[misc]
 
 
-class DraftHead(HotTokens, PreTrainedModel):
+class DraftHead(PreTrainedModel):
     """Base class of all heads.
+
+    A head may draft frequent ("hot") tokens only, its draft vocabulary, as in FR-Spec
+    (https://arxiv.org/abs/2502.14856): target id = draft id + `d2t[draft id]`, as in EAGLE-3 checkpoints.
 
     Attributes:
         method: Name for `speculative=`.
         layout: Layout of the checkpoint that it was read from, such as `"eagle3"` or `"speculators-eagle3"`.
         ambiguity: Possible interpretations of the files of an EAGLE-3 head in a layout other than ours; else None.
         reading: The interpretation chosen for an ambiguous head; None until one is chosen.
+        shares_lm_head: Whether the head uses the target's lm_head; otherwise it has its own.
         adapter: The adapter of the target with which it was trained (`checkpoints.hub.AdapterFiles`), or None.
     """
 
     base_model_prefix = ""
     method: ClassVar[str]
+    d2t: Tensor
+    shares_lm_head: bool
     layout: str = NATIVE_LAYOUT
     adapter: Any = None
     ambiguity: Ambiguity | None = None
@@ -127,6 +131,62 @@ class DraftHead(HotTokens, PreTrainedModel):
             if moved is not None and moved.dtype != buffer.dtype:
                 module._buffers[name] = buffer.to(moved.device)
         return self
+
+    def _make_hot_tokens(self) -> None:
+        """Create the buffer `d2t` `[Vd]`, zeros, if the head has a draft vocabulary."""
+        size, whole = self.config.draft_vocab_size, self.config.vocab_size
+        if size is None:
+            return
+        if size < 1 or (whole is not None and size > whole):
+            raise InvalidConfigError(
+                f"`draft_vocab_size` must be from 1 to the target's {whole} tokens, got {size}.",
+                "Use None for the whole vocabulary.",
+            )
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+
+    @property
+    def hot_token_ids(self) -> Tensor | None:
+        """Ascending target ids `[Vd]` of the draft vocabulary; None if it is the target's whole vocabulary."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def set_hot_token_ids(self, token_ids: Tensor) -> None:
+        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order."""
+        ids = self._checked(token_ids)
+        if len(ids) != self.config.draft_vocab_size:
+            raise InvalidConfigError(
+                f"The head's `draft_vocab_size` is {self.config.draft_vocab_size}, got {len(ids)} hot tokens.",
+                "Give as many, or create the head with another `draft_vocab_size`.",
+            )
+        self.d2t = ids.to(self.d2t) - torch.arange(len(ids), device=self.d2t.device)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        size = self.config.vocab_size or 2**31  # unknown until the head is loaded for a target
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] <= ids[:-1]).any()):
+            raise InvalidConfigError(f"Hot tokens must be one or more distinct, ascending ids from 0 to {size - 1}.")
+        return ids
+
+    def use_hot_tokens(self, token_ids: Tensor) -> None:
+        """Restrict a head that shares the target's lm_head to these tokens, and set the config's `draft_vocab_size`.
+
+        Args:
+            token_ids: Target ids in any order.
+        """
+        if not self.shares_lm_head:
+            raise InvalidConfigError(
+                "This head has its own lm_head, which determines its draft vocabulary.",
+                "Hot tokens can be set only for heads that share the target's lm_head.",
+            )
+        ids = self._checked(token_ids.to(torch.long).flatten().sort().values)
+        self.config.draft_vocab_size = len(ids)
+        self._make_hot_tokens()
+        self.set_hot_token_ids(ids)
+
+    def rows_of(self, lm_head: nn.Module) -> Tensor:
+        """Return the rows `[Vd, D]` of a (possibly quantised) lm_head for the draft vocabulary."""
+        rows, ids = linear_weight(lm_head, self.config.hidden_size), self.hot_token_ids
+        return rows if ids is None else rows[ids.to(rows.device)]
 
     def check_sizes(self, target_config: Any) -> None:
         """Check that the head fits a target, given the config of the target's text decoder.
@@ -153,15 +213,10 @@ class DraftHead(HotTokens, PreTrainedModel):
         return num_steps
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
-        """Run one forward of the head and return its logits; used to measure the cost of drafting a tree level.
+        """Return the logits `[B, 1, Vd]` of one forward, to measure the cost of drafting a tree level.
 
-        Args:
-            features: `[B, 1, D]` hidden states, also used in place of token embeddings: only the cost matters.
-            position: Position id of the entry.
-            lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
-
-        Returns:
-            `[B, 1, Vd]`; Medusa heads return `[K, B, 1, Vd]`.
+        The hidden states `features` `[B, 1, D]` are also used in place of token embeddings: only the cost matters.
+        Medusa heads return `[K, B, 1, Vd]`.
         """
         raise NotImplementedError
 
@@ -231,19 +286,28 @@ UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_desc
 """Arguments for the upload, which are not passed on to transformers' `save_pretrained`."""
 
 
-class EagleFamilyHead(EmbeddingSharing, DraftHead):
-    """Base class of EAGLE heads and MTP modules, which read features of the target and embeddings of tokens."""
+class FeatureHead(DraftHead):
+    """Base class of heads that read the target's features: EAGLE heads, MTP modules and block heads.
 
-    method = "eagle"
+    Those whose config has `own_embedding` embed tokens with `embed_tokens`, others with the target.
+    """
 
-    @property
-    def target_hidden_size(self) -> int:
-        """Hidden size of the target."""
-        return int(getattr(self.config, "target_hidden_size", None) or self.config.hidden_size)
+    embed_tokens: nn.Embedding
+
+    def _add_common_parts(self) -> None:
+        """Create the parts that most of these heads have, as the last step of their constructors."""
+        if self.config.own_embedding:
+            self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        self.rotary_emb = DraftRotaryEmbedding(self.config)
+        self._make_hot_tokens()
+        self.post_init()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Numbers of the target's hidden states that the head reads, see `Features`; -1: after the final norm."""
+        """Numbers of the target's hidden states that the head reads, see `Features`; -1: after the final norm.
+
+        Raises `InvalidConfigError` while they are unknown.
+        """
         return (-1,)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -252,62 +316,137 @@ class EagleFamilyHead(EmbeddingSharing, DraftHead):
 
     def new_cache(self, reserve: int) -> TreeCache:
         """Return a cache with one layer per draft layer for one call; it keeps `reserve` free slots after the text."""
-        return TreeCache([None], capacity=0, reserve=reserve)
+        return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Set the feature layers for a target with `depth` layers if the config names none; here nothing to do."""
-
-    def read(
-        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
-    ) -> Tensor:
-        """Run one forward on T new entries, which are appended to the cache, and return their features `[B, T, D]`.
-
-        Args:
-            token_embeddings, hidden, position_ids: As for `forward`.
-            cache: Cache with one layer per draft layer.
-            mask: `[B, 1, T, S]` bool, see `attend_over`.
-        """
-        output: Tensor = self(token_embeddings, hidden, position_ids, attend_over(cache, mask))
-        return output
-
-    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
-        """See `DraftHead`; returns `[B, 1, Vd]`."""
-        positions = torch.full((1, 1), position, dtype=torch.long, device=features.device)
-        logits: Tensor = self.score(self(features, features, positions), lm_head)
-        return logits
 
     def check_sizes(self, target_config: Any) -> None:
         """See `DraftHead.check_sizes`; also calls `resolve_feature_layers`."""
         depth = target_config.num_hidden_layers
         self.resolve_feature_layers(depth)
         super().check_sizes(target_config)
-        if max(self.feature_layers) > depth:
+        if not all(-1 <= layer <= depth for layer in self.feature_layers):
             raise DrafterMismatchError(
                 f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
                 "Use it with the model that it was trained for.",
             )
 
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the logits `[..., Vd]` of outputs `[..., D]`.
+
+        Args:
+            hidden: Output of the head.
+            lm_head: The target's lm_head over the draft vocabulary; used only if the head has none.
+
+        Raises:
+            ValueError: The head has no lm_head, and `lm_head` is None.
+        """
+        score = lm_head if self.shares_lm_head else self.lm_head
+        if score is None:
+            raise ValueError("This head shares the target's lm_head: pass it.")
+        return score(hidden)
+
+    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
+        """Return the head's own embedding, or else the target's."""
+        return self.embed_tokens if self.config.own_embedding else model.get_input_embeddings()
+
+    def share_embedding(self, model: PreTrainedModel) -> None:
+        """Drop the head's own embedding if it equals the target's, as in most published checkpoints.
+
+        Values are compared in the target's dtype. When the embedding is dropped, the config's `own_embedding` becomes
+        False. It is kept if the target's is not a plain `nn.Embedding` or is on the meta device.
+        """
+        shared = model.get_input_embeddings()
+        if self.config.own_embedding and type(shared) is nn.Embedding and weights_equal(self.embed_tokens, shared):
+            del self.embed_tokens
+            self.config.own_embedding = False
+
+
+class EagleFamilyHead(FeatureHead):
+    """Base class of EAGLE heads and MTP modules, which read features of the target and embeddings of tokens."""
+
+    method = "eagle"
+    shares_lm_head = True
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Hidden size of the target."""
+        return int(getattr(self.config, "target_hidden_size", None) or self.config.hidden_size)
+
+    def forward(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend = attend_causally
+    ) -> Tensor:
+        """Return the predicted next hidden states `[B, T, D]`, which the next level reads.
+
+        Args:
+            token_embeddings: `[B, T, D]` embeddings of x[t+1].
+            hidden: `[B, T, D]` output of `fuse` for the target's features at t; when drafting deeper than the first
+                level, the head's own output at t.
+            position_ids: `[B, T]` positions t.
+            attend: Attention function, see `Attend`.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """Do the same as `forward` for T new entries, which are appended to the cache; `mask` as for `attend_over`."""
+        return self(token_embeddings, hidden, position_ids, attend_over(cache, mask))
+
+    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
+        """See `DraftHead`."""
+        positions = torch.full((1, 1), position, dtype=torch.long, device=features.device)
+        return self.score(self(features, features, positions), lm_head)
+
+
+def weights_equal(own: Any, layer: Any) -> bool:
+    """Whether two layers' weights are equal in the dtype of the second; False if that is on the meta device."""
+    weight, other = own.weight, layer.weight
+    return weight.shape == other.shape and not other.is_meta and torch.equal(weight.to(other), other)
+
+
+@torch.no_grad()
+def linear_weight(layer: nn.Module, in_features: int) -> Tensor:
+    """Return the weight `[out, in]` of a linear layer, which may be quantised."""
+    weight = getattr(layer, "weight", None)
+    if type(layer) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
+        return weight.detach()
+    # works for any quantisation: the outputs for the unit vectors are the columns of the weight, plus the bias
+    example = next(layer.parameters())
+    dtype = example.dtype if example.is_floating_point() else torch.float32
+    units = torch.eye(in_features, dtype=dtype, device=example.device)
+    columns: Tensor = layer(units) - layer(torch.zeros_like(units[:1]))
+    return columns.T
+
 
 def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
-    """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
-
-    If the lm_head is offloaded, the head is moved to the device on which the target runs.
-    """
+    """Check that a head fits the target, then move it to `lm_head_device` and cast it to the target's dtype."""
     head.check_sizes(text_config(model))
     if any(parameter.is_meta for parameter in head.parameters()):
         raise DrafterMismatchError(
             f"The weights of this {type(head).__name__} are on the meta device: they have no values.",
             "Load or create it on a real device; torch.set_default_device('meta') moves new modules there.",
         )
-    lm_head = model.get_output_embeddings()
-    if lm_head is None:
-        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")
-    size = head.config.hidden_size
-    read = getattr(lm_head, "in_features", size)
+    device, size = lm_head_device(model, f"this {type(head).__name__}"), head.config.hidden_size
+    read = getattr(model.get_output_embeddings(), "in_features", size)
     if head.shares_lm_head and read != size:
         raise DrafterMismatchError(
             f"The lm_head of {type(model).__name__} takes {read} inputs, this head produces {size}.",
             "Use a head with its own lm_head.",
         )
+    head.to(device=device, dtype=model.dtype)
+
+
+def lm_head_device(model: PreTrainedModel, reader: str) -> torch.device:
+    """Return the device of the target's lm_head, or that on which the target runs if the lm_head is offloaded.
+
+    Args:
+        model: The target.
+        reader: What needs the lm_head, for the error if the target has none.
+    """
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for {reader}.")
     device = next((parameter.device for parameter in lm_head.parameters()), model.device)
-    head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)
+    return execution_device(model) if device.type == "meta" else device

@@ -10,7 +10,6 @@ stores them under other names; DeepSeek-V3 (https://arxiv.org/abs/2412.19437), s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,7 +71,6 @@ class LayerMtpHead(EagleFamilyHead):
     """
 
     method = "mtp"
-    shares_lm_head = True
     config_class = LayerMtpConfig
 
     def __init__(self, config: LayerMtpConfig) -> None:
@@ -100,13 +98,13 @@ class LayerMtpHead(EagleFamilyHead):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """See `EagleFamilyHead.read`; the mask of a prompt (None) is causal."""
+        """See `EagleFamilyHead.read`."""
         length = hidden.shape[1]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
         # time, height and width, which are equal for text; transformers 5.17 adds the dimension outside this class
         axes = position_ids.expand(3, -1, -1) if hasattr(self.rotary_emb, "mrope_section") else position_ids
-        output: Tensor = self.module(
+        return self.module(
             token_embeddings,
             hidden,
             position_embeddings=self.rotary_emb(token_embeddings, position_ids=axes),
@@ -114,7 +112,6 @@ class LayerMtpHead(EagleFamilyHead):
             position_ids=position_ids,
             **{CACHE_FIELD: cache},
         )
-        return output
 
     def forward(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend | None = None
@@ -123,12 +120,6 @@ class LayerMtpHead(EagleFamilyHead):
         if attend is not None:
             raise NotImplementedError("The attention of a transformers layer cannot be replaced: use `read`.")
         return self.read(token_embeddings, hidden, position_ids, DynamicCache(), None)
-
-    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return the target's `lm_head` of the module's output `[..., D]`: logits `[..., V]`."""
-        if lm_head is None:
-            raise ValueError("An MTP module shares the target's lm_head: pass it.")
-        return lm_head(hidden)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Raise `CheckpointFormatError`: the module is stored in the checkpoint that it was read from."""

@@ -153,14 +153,11 @@ class MedusaHeads(DraftHead):
         return self(features, lm_head)
 
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the logits of every head.
+        """Return the logits `[K, ..., Vd]` of every head, given hidden states of the target.
 
         Args:
-            features: `[..., D]` hidden states of the target.
+            features: `[..., D]` hidden states.
             lm_head: The target's lm_head over the draft vocabulary, if it is shared.
-
-        Returns:
-            `[K, ..., Vd]`.
 
         Raises:
             ValueError: The target's lm_head is shared, but `lm_head` is None.

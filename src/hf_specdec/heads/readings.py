@@ -45,11 +45,7 @@ class Ambiguity:
     final_norm: tuple[bool, ...] = (False, True)  # possible values if the last layer is read, the usual one first
 
     def readings(self, target_config: Any) -> tuple[Reading, ...]:
-        """Return all readings that are possible for a target; the first is used unless a trial compares them.
-
-        Args:
-            target_config: Config of the target's text decoder.
-        """
+        """Return all readings that are possible for a target; the first is used unless a trial compares them."""
         depth, offsets = target_config.num_hidden_layers, self.layer_offsets
         if str(getattr(target_config, "model_type", "")).startswith("gpt_oss"):  # 0 first: SGLang does not add 1
             offsets = tuple(sorted(offsets))
@@ -69,14 +65,7 @@ class Ambiguity:
         return tuple(found)
 
     def chosen(self, target_config: Any, given: Mapping[str, Any]) -> tuple[Reading, ...]:
-        """Return the readings that agree with the values that a user has given.
-
-        A given value is used even if the files suggest another one.
-
-        Args:
-            target_config: Config of the target's text decoder.
-            given: Some fields of `Reading`, by name, after `checked_reading`.
-        """
+        """Return the readings with the fields that a user has given, even if the files suggest other values."""
         if self.layer_ids is None and given.keys() & {"layer_offset", "final_norm"}:
             raise InvalidConfigError(
                 "`reading` sets `layer_offset` or `final_norm`, but the files of this head name no layers.",
@@ -88,7 +77,8 @@ class Ambiguity:
             norm_output=(given["norm_output"],) if "norm_output" in given else self.norm_output,
         )
         found = forced.readings(target_config)
-        if given.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
+        last, depth = (self.layer_ids or (0,))[-1], target_config.num_hidden_layers
+        if given.get("final_norm") and all(last + reading.layer_offset != depth for reading in found):
             raise InvalidConfigError("`reading` sets `final_norm`, but this head does not read the last layer.")
         return tuple(dict.fromkeys(replace(reading, **given) for reading in found))
 
@@ -98,17 +88,8 @@ class Ambiguity:
         values = {"norm_output": self.norm_output, "layer_offset": self.layer_offsets}
         return [name for name, possible in values.items() if len(possible) > 1]
 
-    def _reads_last(self, reading: Reading, target_config: Any) -> bool:
-        depth: int = target_config.num_hidden_layers
-        return self.layer_ids is not None and self.layer_ids[-1] + reading.layer_offset == depth
-
     def layers(self, reading: Reading, depth: int) -> list[int] | None:
-        """Return the numbers of the hidden states to read, see `Features`; None for the paper's.
-
-        Args:
-            reading: The reading.
-            depth: Number of the target's layers.
-        """
+        """Return the numbers of the hidden states to read in a target with `depth` layers; None for the paper's."""
         if self.layer_ids is None:
             return None
         numbers = [number + reading.layer_offset for number in self.layer_ids]

@@ -156,18 +156,8 @@ EAGLE3: Mapping[str, Rule] = {
     "eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
     "target_hidden_size": integer(1, MAX_WIDTH),
     "logit_scale": number(1e-6, 1e6),
-    **dict.fromkeys(
-        (
-            "norm_before_residual",
-            "fc_norm",
-            "norm_before_fc",
-            "norm_output",
-            "own_lm_head",
-            "tie_word_embeddings",
-            "embedding_in_every_layer",
-        ),
-        TRUTH,
-    ),
+    **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"), TRUTH),
+    **dict.fromkeys(("own_lm_head", "tie_word_embeddings", "embedding_in_every_layer"), TRUTH),
 }
 
 DFLASH: Mapping[str, Rule] = {
@@ -180,20 +170,8 @@ DFLASH: Mapping[str, Rule] = {
     "layer_types": list_of(one_of("full_attention", "sliding_attention"), MAX_PARTS),
     "markov_rank": integer(0, MAX_WIDTH),
     "markov_head_type": one_of("vanilla", "gated", "rnn"),
-    **dict.fromkeys(
-        (
-            "bias",
-            "causal",
-            "sliding_causal",
-            "window_from_anchor",
-            "sample_from_anchor",
-            "confidence_head",
-            "confidence_with_markov",
-            "own_lm_head",
-            "all_children",
-        ),
-        TRUTH,
-    ),
+    **dict.fromkeys(("bias", "causal", "sliding_causal", "window_from_anchor", "sample_from_anchor"), TRUTH),
+    **dict.fromkeys(("confidence_head", "confidence_with_markov", "own_lm_head", "all_children"), TRUTH),
 }
 
 MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
@@ -218,15 +196,9 @@ MEDUSA: Mapping[str, Rule] = {
 }
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention_multiplier": (None,),
-    "residual_multiplier": (None, 1),
-    "embedding_multiplier": (None, 1),
-    "logits_scaling": (None, 1),
-    "query_pre_attn_scalar": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "attention_chunk_size": (None,),
-    "quantization_config": (None,),
+    **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling"), (None, 1)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping"), (None,)),
+    **dict.fromkeys(("final_logit_softcapping", "attention_chunk_size", "quantization_config"), (None,)),
 }
 """Fields of other models' configs that would change what a layer computes, and the values with which they do not."""
 

@@ -7,8 +7,7 @@ all lengths and widths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +52,7 @@ class Stages:
 
 
 def stages_of(head: Any, lm_head: nn.Module | None) -> Stages:
-    """Return the methods of a head as stages.
-
-    Args:
-        head: An EAGLE head, MTP module or block head.
-        lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
-    """
+    """Return the methods of an EAGLE head, MTP module or block head as stages; `lm_head` as for `score`."""
 
     def context(features: Tensor, positions: Tensor) -> list[Tensor]:
         return [states for pair in head.context_states(head.fuse(features), positions) for states in pair]
@@ -68,16 +62,12 @@ def stages_of(head: Any, lm_head: nn.Module | None) -> Stages:
 
 
 def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> Stages:
-    """Trace the stages of a head, and compile them, which takes about ten seconds with inductor.
-
-    Args:
-        head: The head; it is not modified.
-        lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
-        mode: See `make_program`.
-    """
+    """Trace the stages of a head, and compile them, which takes about ten seconds with inductor."""
     if type(head).read not in (EagleFamilyHead.read, DFlashHead.read):
         raise CaptureError(f"{type(head).__name__} overrides `read`")
-    own, operation, is_block = stages_of(head, lm_head), _attention_operation(), isinstance(head, DFlashHead)
+    _define_draft_attention()
+    operation = torch.ops.hf_specdec_draft.attend.default
+    own, is_block = stages_of(head, lm_head), isinstance(head, DFlashHead)
     # no random numbers: drawing them would change the results of a user's seed
     hidden = _example_numbers(head.config.hidden_size).to(head.device, head.dtype)
     width = getattr(head, "target_hidden_size", head.config.hidden_size) * len(head.feature_layers)
@@ -102,8 +92,11 @@ def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None,
         *given, cache, mask = inputs
         if mask is None:  # a prompt
             return own.read(*inputs)
-        with _attention(attend_over(cache, mask)):
+        token = _ATTEND.set(attend_over(cache, mask))
+        try:
             return reader(*given)[0]
+        finally:
+            _ATTEND.reset(token)
 
     has_kernel = is_block and head.config.markov_rank and head.device.type == "cpu"
     traced = Stages(
@@ -139,33 +132,17 @@ _ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)
 """Attention function of the forward that is running, called by the custom operation."""
 
 
-@contextmanager
-def _attention(attend: Attend) -> Iterator[None]:
-    """Context manager that sets the attention function of the traced forwards that run inside it."""
-    token = _ATTEND.set(attend)
-    try:
-        yield
-    finally:
-        _ATTEND.reset(token)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    attend = _ATTEND.get()
-    assert attend is not None
-    return attend(query, key, value).contiguous()
-
-
 @functools.cache
 def _define_draft_attention() -> torch.library.Library:
     """Define the custom operation, once per process; it exists as long as the returned library, which is cached."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = _ATTEND.get()
+        assert own is not None
+        return own(query, key, value).contiguous()
+
     library = torch.library.Library("hf_specdec_draft", "DEF")
     library.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
-    library.impl("attend", _attend, "CompositeExplicitAutograd")
+    library.impl("attend", attend, "CompositeExplicitAutograd")
     library.impl("attend", lambda query, _key, _value: torch.empty_like(query).contiguous(), "Meta")
     return library
-
-
-def _attention_operation() -> Attend:
-    _define_draft_attention()
-    operation: Attend = torch.ops.hf_specdec_draft.attend.default
-    return operation

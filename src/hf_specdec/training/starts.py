@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle3 import Eagle3Head
-from hf_specdec.heads.vocabulary import linear_weight
+from hf_specdec.heads.head import linear_weight
 from hf_specdec.training.feature_store import target_features
 from hf_specdec.validation import check_type
 from hf_specdec.verification.model import execution_device, find_backbone, text_config

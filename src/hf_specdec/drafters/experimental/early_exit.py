@@ -107,22 +107,11 @@ class EarlyExitDrafter(Drafter):
         vars(self).update(values, _bound=WeakKeyDictionary())
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check on a few tokens that the model can draft without the skipped layers; see `skippable`.
-
-        Raises:
-            DrafterMismatchError: The model has fewer layers than `exit_layer` or `skipped_layers` need.
-            UnsupportedModelError: The model has no list of decoder layers, does not run without these layers, or
-                drafting changes its cache.
-        """
+        """Check on a few tokens that the model can draft without the skipped layers; see `skippable`."""
         self._bound[model] = skippable(model, self.layers_to_skip(model))
 
     def layers_to_skip(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Return the numbers of the layers to skip in this model, from 0.
-
-        Raises:
-            DrafterMismatchError: The model has fewer layers than `exit_layer`.
-            UnsupportedModelError: The model has no list of decoder layers.
-        """
+        """Return the numbers of the layers to skip in this model, from 0."""
         if self.skipped_layers is not None:
             return self.skipped_layers
         _, layers = find_backbone(model)
@@ -175,10 +164,7 @@ class GrowingTree:
     """Context manager that appends a tree to the target's cache level by level and removes it on exit.
 
     Layers that run already have the committed text in the cache, so drafting need not process it. Skipped layers get
-    no entries; verification appends the whole tree again in all layers.
-
-    Args:
-        target: The target with some layers skipped, see `Target.with_model`.
+    no entries; verification appends the whole tree again in all layers. The target is one of `Target.with_model`.
     """
 
     def __init__(self, target: DraftTarget) -> None:
@@ -193,14 +179,11 @@ class GrowingTree:
             self._target.forget()
 
     def append(self, tokens: Tensor, parent_index: Tensor | None = None) -> Tensor:
-        """Append the next level of the tree and run it without the skipped layers.
+        """Append the next level of the tree, run it without the skipped layers and return the logits `[B, K, V]`.
 
         Args:
             tokens: The roots `[B, 1]`, later K nodes `[B, K]`.
             parent_index: `[B, K]` parent of each node, as an index in the level above; None for the roots.
-
-        Returns:
-            Logits `[B, K, V]` after these nodes.
         """
         if self._tokens is None or parent_index is None:
             self._tokens, self._parents = tokens, torch.full_like(tokens, ROOT_PARENT)
@@ -220,8 +203,7 @@ def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrained
     """Return a view of the model that skips some layers, given as returned by `skippable`."""
     _, layers = find_backbone(model)
     kept = [_identity(layer, skipped[index]) if index in skipped else layer for index, layer in enumerate(layers)]
-    copied: Any = _with_changed(model, {layers: nn.ModuleList(kept)})
-    return copied
+    return _with_changed(model, {layers: nn.ModuleList(kept)})
 
 
 def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -297,9 +279,7 @@ def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
     """Check that a model can draft on its cache without these layers, and that drafting leaves the cache unchanged.
 
     Runs the forwards of `inspect_target` and seven more of at most two rows of 9 tokens. Does not change the model.
-
-    Returns:
-        The layers, for `without_layers`.
+    Returns the layers, for `without_layers`.
     """
     wanted = sorted(set(layers))
     _, modules = find_backbone(model)
@@ -464,5 +444,4 @@ def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[
 
 def _choices(model: PreTrainedModel, text: Tensor) -> Tensor:
     """Return the most likely token `[T]` after each token of a text `[1, T]`."""
-    choices: Tensor = model(input_ids=text, use_cache=False).logits[0].argmax(-1)
-    return choices
+    return model(input_ids=text, use_cache=False).logits[0].argmax(-1)

@@ -68,11 +68,7 @@ class LookaheadDrafter(Drafter):
         return f"LookaheadDrafter(window={self.window}, ngram={self.ngram}, guesses={self.guesses})"
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of a tree that holds the window and the drafted n-grams.
-
-        Raises:
-            InvalidConfigError: No window fits although the window is the only source of n-grams.
-        """
+        """Return the size of a tree that holds the window and the drafted n-grams."""
         length = self.ngram - 1
         everything = WindowShape(self.window, self.ngram)
         limits = Budget(
@@ -131,12 +127,7 @@ class WindowShape(NamedTuple):
 
 
 class LookaheadRow:
-    """Text, n-grams and window of one row.
-
-    Args:
-        drafter: The drafter.
-        text: The prompt and the root.
-        shape: Sizes of the window; None: no window.
+    """Text, n-grams and window of one row, at first the prompt and the root; no window without a shape.
 
     Attributes:
         levels: `[levels][columns]` tokens of the window, which the model corrects in every step; column 0 of level 0
@@ -197,8 +188,7 @@ class LookaheadRow:
     def advance(self, best: Sequence[int]) -> None:
         """Advance the window by one token and store the n-grams that this completes, none while it is growing.
 
-        Args:
-            best: The model's choices after the last level, one per column.
+        `best` are the model's choices after the last level, one per column.
 
         Example: two levels [., 2] and [3, 4] after root 1, with choices [5, 6], give 1-3-5 and 2-4-6, and the levels
         [., 4] and [5, 6].
