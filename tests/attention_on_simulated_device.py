@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_specdec.verification import tree_attention
 from hf_specdec.verification.graph_backends import CapturableOnly
 from hf_specdec.verification.tree_attention import AttentionContext
+from kernel_by_name import by_name, draw, tree_seen
 from simulated_device import SIM, Graph, SimTensor, reads, simulation
-from test_attention_kernels import by_name, draw, tree_seen
 
 __all__ = ["by_name"]
 

@@ -33,7 +33,9 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target
-from test_mixin import GREEDY, IDS
+
+IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
-from test_tree_product import paths_of
+from reference import paths_of
 
 NEW_TOKENS = 12
 TREE: dict[str, Any] = {"method": "dflash", "top_k": 3, "num_draft_tokens": 12}
@@ -246,11 +246,11 @@ def test_a_shallow_tree_of_a_causal_head_begins_a_deeper_one(small: Any) -> None
         for text, tokens, parents in steps:
             assert len(tokens) == 7
             whole = grow_block(outputs_after(small, head, text), reachable(Budget(64, 4, 2)))
-            found = {path for path in paths_of(whole, 0) if len(path) <= 2}
+            found = {path for path in paths_of(whole.tree, 0) if len(path) <= 2}
             assert len(found) == 6
             short = grow_block(outputs_after(small, head, text, 3), reachable(Budget(64, 2, 2)))
             assert (tokens, parents) == (short.tree.tokens[0].tolist(), short.tree.parents[0].tolist())
-            equal.append(found == set(paths_of(short, 0)))
+            equal.append(found == set(paths_of(short.tree, 0)))
         assert all(equal) is causal
 
 
@@ -327,7 +327,7 @@ def test_nodes_behind_the_first_unconfident_token_are_dropped(small: Any, fields
             confident = head.confidence(outputs.hidden[0], previous).sigmoid() >= threshold
             depth = int(confident.int().cumprod(0).sum())
             whole = grow_block(outputs, limits)
-            kept = [path for path in paths_of(whole, 0) if len(path) <= depth]
+            kept = [path for path in paths_of(whole.tree, 0) if len(path) <= depth]
             nodes = [node for node in range(1, len(tokens)) if parents[node] >= 0]
             paths: dict[int, tuple[int, ...]] = {0: ()}
             for node in nodes:

@@ -39,8 +39,7 @@ from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.features import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from models import prompts
-from test_eagle import SlowEagle, paths_of, slow_dynamic_tree
-from test_mtp import loaded
+from reference import SlowEagle, paths_of, slow_dynamic_tree
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
@@ -222,7 +221,7 @@ def test_a_head_of_one_layer_sees_the_first_tokens_and_the_last(small: Any, name
         for text, kept, seen, tree in followed.going(row)[::3]:
             assert len(kept) <= SINKS + window + window // 2 + 5
             slow = SlowWindow(small, drafter.head, text, kept, seen)
-            assert paths_of(tree, row) == slow_dynamic_tree(slow, 3, 2, 8)
+            assert set(paths_of(tree, row)) == slow_dynamic_tree(slow, 3, 2, 8)
 
 
 def states_of(model: Any, head: DFlashHead, text: list[int]) -> Tensor:
@@ -339,7 +338,7 @@ def test_positions_are_those_in_the_text(small: Any, name: str, positions: list[
 @pytest.mark.parametrize("rows", [1, 3])
 def test_several_native_modules(rows: int, tmp_path: Path, positions: list[bool]) -> None:
     native_mtp.save("deepseek_v3", 3, tmp_path)
-    model = next(loaded(tmp_path))
+    model = next(native_mtp.loaded(tmp_path))
     plain = generate(model, rows)
     whole = drafts_of(model, rows, {"method": "mtp"})
     assert torch.equal(plain, whole[0])
