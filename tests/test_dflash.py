@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,26 +131,6 @@ def test_trees_are_those_of_a_block_for_each_text_alone(small: Any, variant: str
                 wanted = grow_block(outputs_after(small, head, text, size), shape).tree
                 assert tokens == wanted.tokens[0].tolist()
                 assert parents == wanted.parents.expand(wanted.tokens.shape)[0].tolist()
-
-
-def alone(model: Any, row: int, config: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of a row of the batch of three, generated alone and without padding."""
-    ids, mask = prompts(3)
-    one = ids[row][mask[row].bool()][None]
-    model.generate(
-        one, attention_mask=torch.ones_like(one), max_new_tokens=NEW_TOKENS, do_sample=False,
-        speculative={**config, "trace": True},
-    )  # fmt: skip
-    return [(step.rows[0].tokens, step.rows[0].parents) for step in model.last_speculation.trace]
-
-
-@pytest.mark.parametrize("variant", ["dflash", "causal", "window", "window from anchor", "gated", "rnn"])
-def test_rows_of_a_batch_draft_as_they_do_alone(small: Any, variant: str) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, 5, **VARIANTS[variant])))
-    together = steps_of(small, 3, **TREE)
-    for row in range(3):
-        steps = [(tokens, parents) for _, tokens, parents in together[row]]
-        assert steps == alone(small, row, TREE)[: len(steps)]
 
 
 @pytest.mark.parametrize("variant", ["dflash", "causal", "causal window", "rnn"])
@@ -396,51 +375,6 @@ def test_prompts_of_embeddings_and_of_one_token(small: Any, variant: str) -> Non
         assert small.last_speculation.num_drafted_tokens > 0
 
 
-def test_calls_after_each_other_and_in_inference_mode(small: Any) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["rnn"])))
-    plain, short = generate(small, 3), generate(small, 1)
-    with torch.inference_mode():
-        assert torch.equal(plain, generate(small, 3, speculative=TREE))
-    for _ in range(2):
-        assert torch.equal(plain, generate(small, 3, speculative=TREE))
-        assert torch.equal(short, generate(small, 1, speculative=CHAIN))
-    fresh = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
-    with torch.inference_mode():
-        fresh.add_drafter(DFlashDrafter(random_block(fresh)))
-        assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
-    assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
-
-
-@pytest.mark.parametrize("variant", HEADS)
-def test_equal_to_plain_generate(small: Any, variant: str) -> None:
-    """Greedy answers of any batch, several answers of a prompt, and the tokens drawn for a seed."""
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
-    for batch_size in (1, 2, 4):
-        ids = torch.randint(3, zoo.VOCAB_SIZE, (batch_size, 9), generator=torch.Generator().manual_seed(batch_size))
-        mask = torch.ones_like(ids)
-        if batch_size > 1:
-            ids[-1, :5], mask[-1, :5] = 0, 0
-        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-        assert torch.equal(small.generate(ids, **options), small.generate(ids, speculative=TREE, **options))
-    several: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    assert torch.equal(generate(small, 2, **several), generate(small, 2, speculative=TREE, **several))
-    for seed in range(2):
-        drawn = []
-        for speculative in (None, TREE, CHAIN):
-            torch.manual_seed(seed)
-            drawn.append(generate(small, do_sample=True, top_k=9, temperature=0.8, speculative=speculative))
-        assert torch.equal(drawn[0], drawn[1])
-        assert torch.equal(drawn[0], drawn[2])
-
-
-@pytest.mark.parametrize("acceptance", ["typical", "nucleus"])
-def test_other_acceptance_rules_run(small: Any, acceptance: str) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["vanilla"])))
-    answer = generate(small, 3, do_sample=True, speculative={**TREE, "acceptance": acceptance})
-    assert answer.shape[1] == prompts(3)[0].shape[1] + NEW_TOKENS
-    assert small.last_speculation.num_drafted_tokens > 0
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("method", ["auto", "hybrid"])
 @pytest.mark.parametrize("variant", ["dflash", "rnn"])
@@ -451,15 +385,6 @@ def test_merged_with_other_drafts(small: Any, variant: str, method: str, batch_s
         config = {"method": method, "adaptive": adaptive}
         assert torch.equal(plain, generate(small, batch_size, max_new_tokens=30, speculative=config))
     assert small.last_speculation.control["queries"]["dflash"] > 0
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "qwen3_next"])
-def test_other_architectures(name: str) -> None:
-    """Learned positions, sliding windows, a recurrent state (chains only)."""
-    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
-    model.add_drafter(DFlashDrafter(random_block(model)))
-    for batch_size in (1, 3):
-        assert torch.equal(generate(model, batch_size), generate(model, batch_size, speculative=TREE))
 
 
 # ------------------------------------------------------------------------------------------------------ loading
@@ -510,23 +435,6 @@ def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -
 def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         DFlashHead(DFlashConfig.for_target(zoo.build("llama").config, **fields))
-
-
-@pytest.mark.parametrize("variant", [*VARIANTS, "confident"])
-def test_saved_and_loaded(small: Any, variant: str, tmp_path: Path) -> None:
-    head = random_block(small, 8, **{**VARIANTS, "confident": CONFIDENT}[variant])
-    head.save_pretrained(tmp_path / "head")
-    again = load_head(tmp_path / "head")
-    assert isinstance(again, DFlashHead)
-    for name, value in head.config.to_dict().items():
-        assert name in ("transformers_version", "architectures", "dtype") or again.config.to_dict()[name] == value
-    state = again.state_dict()
-    assert state.keys() == head.state_dict().keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
-    small.add_drafter(DFlashDrafter(head))
-    wanted = steps_of(small, 3, **TREE)
-    small.load_drafter(tmp_path / "head", name="again")
-    assert wanted == steps_of(small, 3, **{**TREE, "method": "again"})
 
 
 def test_parts_that_equal_the_targets_are_dropped(small: Any, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -280,22 +279,6 @@ def test_no_draft_is_longer_than_the_assistants_positions() -> None:
             longest += count
     with pytest.raises(IndexError):
         drafter.assistant(input_ids=torch.zeros(1, 33, dtype=torch.long))
-
-
-def test_the_row_that_is_ahead_decides_how_far_a_batch_may_draft() -> None:
-    """An assistant that is right in some rows only: the positions that are left are those of the longest."""
-    assistant = noisy("llama")
-    assistant.config.max_position_embeddings = 40
-    model = attached("llama")
-    drafter = model.add_drafter(Spied(assistant))
-    assert torch.equal(generate(model, 3), generate(model, 3, speculative="draft_model"))
-    emitted = list(zip_longest(*model.last_speculation.accepted_per_step, fillvalue=0))
-    assert any(min(column) < max(column) for column in emitted)
-    longest, sizes = 22, [draft.tree.num_nodes for _, draft in drafter.seen]
-    for size, column in zip(sizes, emitted, strict=False):
-        assert (size > 1) == (longest + 4 <= 40), longest
-        longest += max(column)
-    assert sizes[-1] == 1
 
 
 # ------------------------------------------------------------------------------------------------- the assistant

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import zoo
-from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec import SpeculativeConfig
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from models import prompts
 
 PROBS = torch.tensor([0.02, 0.5, 0.2, 0.08, 0.1, 0.04, 0.03, 0.015, 0.01, 0.005])
 
@@ -83,16 +80,3 @@ def test_limits() -> None:
     assert limits(num_draft_tokens=12, top_k=2) == (3, 1, 2)
     assert limits(num_draft_tokens=3, top_k=7) == (3, 1, 2)
     assert limits(num_draft_tokens=1) == limits(num_draft_tokens=1, top_k=4) == (1, 1, 1)  # plain steps
-
-
-@pytest.mark.parametrize("method", ["last_logits", "hybrid"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_answers_are_plain(method: str, rows: int) -> None:
-    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
-    ids, mask = prompts(rows)
-    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
-    config: dict[str, Any] = {"method": method, "adaptive": False, "num_draft_tokens": 20}
-    if method == "hybrid":
-        config["methods"] = ["prompt_lookup", "last_logits"]
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, speculative=config, **options))
-    assert model.last_speculation.num_drafted_tokens > 0

@@ -167,20 +167,6 @@ def test_generate_is_documented(llama: Any) -> None:
         assert part in text, part
 
 
-def test_transformers_hooks_have_the_signatures_we_extend() -> None:
-    wanted = {
-        "_sample": ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus",
-                    "streamer", "model_kwargs"],
-        "_prepare_cache_for_generation": ["self", "generation_config", "model_kwargs", "generation_mode", "batch_size",
-                                          "max_cache_length"],
-        "_validate_generation_mode": ["self", "generation_mode", "generation_config", "generation_mode_kwargs"],
-        "_prefill": ["self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"],
-    }  # fmt: skip
-    for name, parameters in wanted.items():
-        assert list(inspect.signature(getattr(GenerationMixin, name)).parameters) == parameters
-    assert next(iter(inspect.signature(GenerationMixin._prepare_generation_config).parameters)) == "self"
-
-
 # ------------------------------------------------------------------------------------------------- how to ask for it
 
 
@@ -351,19 +337,6 @@ def test_custom_criteria_are_asked_once_per_token(llama: Any) -> None:
         ]
         assert torch.equal(*answers)
         assert answers[0].shape[1] == 20 + calls
-
-
-def test_num_return_sequences_and_batches_of_processors(llama: Any) -> None:
-    options = {**GREEDY, "repetition_penalty": 1.3}
-    plain = llama.generate(IDS.expand(2, -1), **{**options, "attention_mask": torch.ones(2, 20)})
-    llama.add_drafter(OracleDrafter(plain[:, 20:], "always", zoo.VOCAB_SIZE))
-    speculative = llama.generate(
-        IDS.expand(2, -1), speculative="oracle", **{**options, "attention_mask": torch.ones(2, 20)}
-    )
-    assert torch.equal(plain, speculative)
-    torch.manual_seed(0)
-    many = llama.generate(IDS, speculative="prompt_lookup", max_new_tokens=8, do_sample=True, num_return_sequences=3)
-    assert many.shape == (3, 28)
 
 
 # ------------------------------------------------------------------------------------------------- what comes back

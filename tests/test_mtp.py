@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, Cache
 
-import layouts
 import native_mtp
 import zoo
 from benchmark_script import code_block
@@ -45,60 +44,12 @@ from trained import answered, arguments
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
-TREES: list[dict[str, Any]] = [{}, {"top_k": 3}, {"tree": [(0,), (1,), (0, 0), (1, 0), (1, 0, 1)]}]
-"""A chain, a dynamic tree, a static one."""
+
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 DRAWN = {"max_new_tokens": 20, "do_sample": True, "top_k": 8, "temperature": 0.7}
 
 
 # ------------------------------------------------------------------------------------------------ a trained module
-
-
-@torch.no_grad()
-def test_the_module_is_its_formula() -> None:
-    """Position by position, over plain tensors: nothing behind a position is there when it is computed."""
-    model = zoo.build("llama")
-    head = random_module(model)
-    tensors, config = head.state_dict(), head.config.to_dict() | {"rope_theta": 10000.0}
-    embeddings, hidden = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
-    output = head(embeddings, hidden, torch.arange(9).expand(2, -1))
-    eps = head.config.rms_norm_eps
-    for row in range(2):
-        for position in range(9):
-            seen = slice(0, position + 1)
-            parts = [
-                layouts.rms(embeddings[row : row + 1, seen], tensors["enorm.weight"], eps),
-                layouts.rms(hidden[row : row + 1, seen], tensors["hnorm.weight"], eps),
-            ]
-            x = torch.cat(parts, dim=-1) @ tensors["eh_proj.weight"].T
-            normed = layouts.rms(x, tensors["layers.0.input_layernorm.weight"], eps)
-            x = x + layouts.attend(normed, tensors, "layers.0.self_attn.", config)
-            normed = layouts.rms(x, tensors["layers.0.post_attention_layernorm.weight"], eps)
-            x = layouts.rms(x + layouts.mlp(normed, tensors, "layers.0.mlp."), tensors["norm.weight"], eps)
-            torch.testing.assert_close(output[row, position], x[0, -1], atol=1e-5, rtol=1e-5)
-    assert torch.equal(head.score(output, model.lm_head), model.lm_head(output))
-    with pytest.raises(ValueError, match="shares the target's lm_head"):
-        head.score(output, None)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
-@pytest.mark.parametrize("fields", TREES, ids=str)
-def test_equal_to_plain_generate(name: str, fields: dict[str, Any]) -> None:
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        model.load_drafter(random_module(model))
-        for ids, mask in ((IDS[:1], MASK[:1]), (IDS, MASK)):
-            for options in (
-                (GREEDY, DRAWN) if len(ids) == 1 else (GREEDY,)
-            ):  # rows of a batch draw in an order of their own
-                answers = []
-                for speculative in (None, {"method": "mtp", **fields}):
-                    torch.manual_seed(3)
-                    answers.append(model.generate(ids, attention_mask=mask, speculative=speculative, **options))
-                assert torch.equal(*answers)
-                assert model.last_speculation.num_drafted_tokens > 0
-    finally:
-        SpeculativeGenerationMixin.detach(model)
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, {"sliding_window": 4, "qk_norm": True}], ids=str)
@@ -114,7 +65,8 @@ def test_drafts_equal_the_definition(name: str, fields: dict[str, Any]) -> None:
             recorder = Recorder(drafter, IDS)
             model.add_drafter(drafter)
             options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
-            model.generate(IDS, speculative={"method": "mtp", **config}, **options)
+            plain = model.generate(IDS, **options)
+            assert torch.equal(plain, model.generate(IDS, speculative={"method": "mtp", **config}, **options))
             assert len(recorder.trees) > 3
             for texts, tree in recorder.trees:
                 tree.validate()

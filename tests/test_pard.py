@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import zoo
 from assistants import NEW_TOKENS, Spied, attached, generate
@@ -36,7 +36,6 @@ from hf_specdec import (
     UnsupportedModelError,
     load_head,
 )
-from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.generation import call
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
@@ -217,17 +216,6 @@ def test_tokens_that_the_target_does_not_know_are_never_drafted() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the answers
-
-
-def test_a_copy_of_the_target_is_right_at_least_once_per_step() -> None:
-    model = attached("llama")
-    assistant = pard_assistant("llama", noise=0)
-    assistant.config.pard_token = 9
-    model.add_drafter(PardDrafter(assistant))
-    plain = generate(model, 3)
-    assert 9 not in plain[:, prompts(3)[0].shape[1] :]
-    assert torch.equal(plain, generate(model, 3, speculative=CHAIN))
-    assert all(min(row[:-1]) >= 2 for row in model.last_speculation.accepted_per_step)
 
 
 # ------------------------------------------------------------------------------------------------- the authors' loop
@@ -512,24 +500,12 @@ class Running:
         return os.mkdir, (self.path,)
 
 
-def test_the_config_survives_transformers(folder: Path) -> None:
-    """The mask token is no field of any config of transformers."""
-    assert AutoConfig.from_pretrained(folder).pard_token == MASK
-
-
 def test_the_example_of_the_docs(folder: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "methods" / "pard.md").read_text()
     code = page.split("<!-- pard -->\n```python\n")[1].split("```")[0].replace("amd/PARD-Llama-3.2-1B", str(folder))
     model, ids = attached("llama"), torch.tensor([[5, 6, 7] * 3])
     exec(code, {"model": model, "inputs": {"input_ids": ids}})
     assert model.last_speculation.method == "pard"
-
-
-def test_the_draft_model_with_such_an_assistant_is_unchanged() -> None:
-    model = attached("llama")
-    model.add_drafter(DraftModelDrafter(pard_assistant("llama", noise=0)))
-    generate(model, speculative={"method": "draft_model", "num_steps": 3}, max_new_tokens=9)
-    assert model.last_speculation.mean_accepted_length == 4
 
 
 @pytest.fixture(autouse=True)
