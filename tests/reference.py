@@ -123,6 +123,7 @@ class Recorder:
     def __init__(self, drafter: Any, ids: Tensor) -> None:
         self.trees: list[tuple[list[list[int]], Any]] = []
         self.drafts: list[Draft] = []
+        self.budgets: list[Budget] = []
         start = drafter.start
 
         def recording_start(target: Any, context: Any, config: SpeculativeConfig) -> Any:
@@ -139,6 +140,7 @@ class Recorder:
                 draft = propose(budget)
                 self.trees.append(([list(text) for text in texts], draft.tree))
                 self.drafts.append(draft)
+                self.budgets.append(budget)
                 return draft
 
             def recording_observe(step: Step) -> None:

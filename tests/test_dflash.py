@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,25 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import Wandering, random_block
+from drafters import random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
     DrafterMismatchError,
     InvalidConfigError,
     SpeculativeConfig,
-    SpeculativeGenerationMixin,
     load_head,
 )
 from hf_specdec.cpu import library
 from hf_specdec.cpu.growing import grow_corrected
 from hf_specdec.drafters import dflash
 from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
-from hf_specdec.generation import call
 from hf_specdec.heads.dflash import default_layers
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
-from reference import paths_of
+from reference import Recorder, paths_of
 
 NEW_TOKENS = 12
 TREE: dict[str, Any] = {"method": "dflash", "top_k": 3, "num_draft_tokens": 12}
@@ -54,12 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
                   "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
 }  # fmt: skip
-
-
-@pytest.fixture
-def small() -> Any:
-    """A tiny Llama of two layers, attached."""
-    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
 
 
 def generate(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
@@ -134,40 +125,18 @@ def test_trees_are_those_of_a_block_for_each_text_alone(small: Any, variant: str
 
 
 @pytest.mark.parametrize("variant", ["dflash", "causal", "causal window", "rnn"])
-def test_smaller_budgets_between_full_ones(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_budgets_between_full_ones(small: Any, variant: str, wandering: list[Any]) -> None:
     """Plain steps in between; a non-causal block has the slots of the largest tree, whatever a step asks for."""
-    monkeypatch.setattr(call, "FixedController", Wandering)
-    head, drafts = random_block(small, 3, **VARIANTS[variant]), []
-    drafter = DFlashDrafter(head)
-    start = drafter.start
-
-    def recording(*given: Any) -> Any:
-        session: Any = start(*given)
-        texts = [given[1].input_ids[0].tolist() + given[1].roots.tolist()]
-        propose, observe = session.propose, session.observe
-
-        def spied(budget: Budget) -> Draft:
-            draft: Draft = propose(budget)
-            drafts.append((list(texts[0]), budget, draft))
-            return draft
-
-        def seen(step: Any) -> None:
-            texts[0].extend(step.acceptance.emitted[0])
-            observe(step)
-
-        session.propose, session.observe = spied, seen
-        return session
-
-    drafter.start = recording  # type: ignore[assignment, method-assign]
+    head = random_block(small, 3, **VARIANTS[variant])
+    recorder = Recorder(drafter := DFlashDrafter(head), prompts(1)[0])
     small.add_drafter(drafter)
     assert torch.equal(generate(small, max_new_tokens=30), generate(small, max_new_tokens=30, speculative=TREE))
-    assert len({budget for _, budget, _ in drafts}) > 2
+    assert len(set(recorder.budgets)) > 2
     deepest = head.config.block_size
-    for text, budget, draft in drafts:
+    for (texts, tree), budget in zip(recorder.trees, recorder.budgets, strict=True):
         size = budget.num_steps + (not head.config.sample_from_anchor) if head.config.causal else deepest
-        wanted = grow_block(outputs_after(small, head, text, size), reachable(budget)).tree
-        assert draft.tree.tokens.tolist() == wanted.tokens.tolist()
-    Wandering.all.clear()
+        wanted = grow_block(outputs_after(small, head, texts[0], size), reachable(budget)).tree
+        assert tree.tokens.tolist() == wanted.tokens.tolist()
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "gated", "rnn", "rnn behind the root"])
@@ -231,45 +200,6 @@ def test_a_shallow_tree_of_a_causal_head_begins_a_deeper_one(small: Any) -> None
             assert (tokens, parents) == (short.tree.tokens[0].tolist(), short.tree.parents[0].tolist())
             equal.append(found == set(paths_of(short.tree, 0)))
         assert all(equal) is causal
-
-
-@pytest.mark.parametrize(
-    ("head", "fields", "message"),
-    [
-        ({}, {"num_steps": 5}, "A block of 5 slots drafts at most 4 tokens, got num_steps=5"),
-        ({"sample_from_anchor": True}, {"num_steps": 6}, "drafts at most 5 tokens, got num_steps=6"),
-        ({}, {"tree": [(0,), (0, 0), (0, 0, 0), (0,) * 4, (0,) * 5]}, "drafts at most 4 tokens, got num_steps=5"),
-        ({"block_size": 3}, {"tree": "static"}, "drafts at most 2 tokens"),
-        ({"num_steps": 9}, {}, "drafts at most 4 tokens, got num_steps=9"),
-        ({}, {"top_k": 97}, "exceeds the draft vocabulary of 96"),
-        ({"draft_vocab_size": 40}, {"top_k": 41}, "exceeds the draft vocabulary of 40"),
-        ({}, {"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
-    ],
-)
-def test_trees_that_no_block_drafts_are_refused(
-    small: Any, head: dict[str, Any], fields: dict[str, Any], message: str
-) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **head)))
-    with pytest.raises(InvalidConfigError, match=message):
-        generate(small, speculative={"method": "dflash", **fields})
-
-
-@pytest.mark.parametrize(
-    ("head", "fields", "limits"),
-    [
-        ({}, {}, Budget(16, 4, 4)),
-        ({"sample_from_anchor": True}, {}, Budget(16, 5, 4)),
-        ({}, {"top_k": 1}, Budget(5, 4, 1)),
-        ({}, {"top_k": 2, "num_steps": 2}, Budget(7, 2, 2)),
-        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {}, Budget(9, 3, 2)),
-        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {"num_draft_tokens": 40}, Budget(15, 3, 2)),
-        ({"markov_rank": 4}, {"num_draft_tokens": 512, "top_k": 3}, Budget(1 + 3 + 3 * 9, 4, 3)),
-        ({}, {"tree": CHOICES}, Budget(7, 3, 3)),
-    ],
-)
-def test_limits(head: dict[str, Any], fields: dict[str, Any], limits: Budget) -> None:
-    drafter = DFlashDrafter(random_block(zoo.build("llama"), **head))
-    assert drafter.limits(SpeculativeConfig("dflash", **fields)) == limits
 
 
 def test_one_forward_drafts_all_levels(small: Any) -> None:
@@ -376,8 +306,7 @@ def test_prompts_of_embeddings_and_of_one_token(small: Any, variant: str) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("method", ["auto", "hybrid"])
-@pytest.mark.parametrize("variant", ["dflash", "rnn"])
+@pytest.mark.parametrize(("variant", "method"), [("dflash", "auto"), ("rnn", "hybrid")])
 def test_merged_with_other_drafts(small: Any, variant: str, method: str, batch_size: int) -> None:
     small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
     plain = generate(small, batch_size, max_new_tokens=30)
@@ -480,14 +409,25 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
     return graph.forward
 
 
-@pytest.mark.parametrize("variant", ["causal window", "own parts"])
-def test_a_traced_head_drafts_the_same(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and target as traced operations, run without inductor."""
-    monkeypatch.setattr(torch._inductor, "compile", without_inductor)
-    small.add_drafter(DFlashDrafter(random_block(small, 3, **VARIANTS[variant])))
+@pytest.mark.parametrize(
+    ("variant", "form"),
+    [("causal window", "traced"), ("own parts", "traced"), pytest.param("rnn", "inductor", marks=pytest.mark.slow)],
+)
+def test_a_compiled_head_drafts_the_same(small: Any, variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and target as traced operations, run without inductor; and the head alone with it."""
+    if form == "traced":
+        monkeypatch.setattr(torch._inductor, "compile", without_inductor)
+    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS[variant]))
+    small.add_drafter(drafter)
     plain = generate(small, 3)
     wanted = steps_of(small, 3, plain, **TREE)
-    assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+    if form == "traced":
+        assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+        return
+    other = drafter.compiled(small, "inductor")
+    assert other.program is not None
+    small.add_drafter(other)
+    assert wanted == steps_of(small, 3, plain, **TREE)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -510,22 +450,3 @@ def test_the_kernel_grows_the_same_trees(small: Any, kind: str, monkeypatch: pyt
     small.add_drafter(drafter.compiled(small, "inductor"))
     assert wanted == steps_of(small, 3, plain, **TREE)
     assert set(calls) == {3}
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_same_drafts(small: Any) -> None:
-    """The head alone is compiled; `test_runners.py` compiles targets."""
-    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS["rnn"], draft_vocab_size=40))
-    small.add_drafter(drafter)
-    plain = generate(small, 3)
-    wanted = steps_of(small, 3, plain, **TREE)
-    other = drafter.compiled(small, "inductor")
-    assert other.program is not None
-    small.add_drafter(other)
-    assert wanted == steps_of(small, 3, plain, **TREE)
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    yield
-    Wandering.all.clear()

@@ -21,7 +21,6 @@ from hf_specdec import (
     InvalidConfigError,
     MedusaConfig,
     SpeculativeConfig,
-    SpeculativeGenerationMixin,
     UnsupportedGenerationError,
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
@@ -53,27 +52,24 @@ OF_OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, *VERSION_3, *OF_OTHERS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -> None:
+def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any], attach: Any) -> None:
     """Every tree of a ragged, padded batch equals the one recomputed for its row alone, features included."""
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        head = random_head(model, **fields)
-        drafter = EagleDrafter(head)
-        recorder = Recorder(drafter, IDS)
-        model.add_drafter(drafter)
-        config = {"method": "eagle", "num_steps": 3, "top_k": 3, "num_draft_tokens": 10}
-        options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
-        plain = model.generate(IDS, **options)
-        assert torch.equal(plain, model.generate(IDS, speculative=config, **options))
-        assert len(recorder.trees) > 3
-        for texts, tree in recorder.trees:
-            tree.validate()
-            for row in range(3):
-                if len(texts[row]) < 14 + 8 - 9 * (row == 2) - 4 * (row == 1):
-                    slow = slow_dynamic_tree(SlowEagle(model, head, texts[row]), 3, 3, 10)
-                    assert set(paths_of(tree, row)) == slow
-    finally:
-        SpeculativeGenerationMixin.detach(model)
+    model = attach(name)
+    head = random_head(model, **fields)
+    drafter = EagleDrafter(head)
+    recorder = Recorder(drafter, IDS)
+    model.add_drafter(drafter)
+    config = {"method": "eagle", "num_steps": 3, "top_k": 3, "num_draft_tokens": 10}
+    options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(IDS, **options)
+    assert torch.equal(plain, model.generate(IDS, speculative=config, **options))
+    assert len(recorder.trees) > 3
+    for texts, tree in recorder.trees:
+        tree.validate()
+        for row in range(3):
+            if len(texts[row]) < 14 + 8 - 9 * (row == 2) - 4 * (row == 1):
+                slow = slow_dynamic_tree(SlowEagle(model, head, texts[row]), 3, 3, 10)
+                assert set(paths_of(tree, row)) == slow
 
 
 @pytest.mark.parametrize("length", [4, 5, 14])
@@ -184,20 +180,6 @@ def test_a_head_of_a_deeper_model_is_refused(llama: Any) -> None:
             random_head(llama, version=3, eagle_aux_hidden_state_layer_ids=ids)
     with pytest.raises(InvalidConfigError, match="exclude each other"):
         random_head(llama, version=3, fc_norm=True, norm_before_fc=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tree": "static", "num_draft_tokens": 5}, "num_draft_tokens=16, got num_draft_tokens=5"),
-        ({"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
-        ({"top_k": 97}, "exceeds the draft vocabulary"),
-    ],
-)
-def test_contradictory_fields_are_refused(llama: Any, fields: dict[str, Any], message: str) -> None:
-    llama.add_drafter(EagleDrafter(random_head(llama)))
-    with pytest.raises(InvalidConfigError, match=message):
-        llama.generate(IDS[:1], max_new_tokens=4, speculative={"method": "eagle", **fields})
 
 
 def test_a_tree_of_the_root_alone_is_plain_decoding(llama: Any) -> None:

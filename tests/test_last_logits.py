@@ -67,16 +67,3 @@ def test_a_vocabulary_smaller_than_the_tree_drafts_nothing() -> None:
     drafting.observe(step(torch.zeros(1, 3, 6), [[0, -1]], [1]))
     assert drafting.candidates[0].after(True) == []
     assert drafting.propose(Budget(9, 1, 8)).tree.num_nodes == 1
-
-
-def test_limits() -> None:
-    def limits(**fields: Any) -> tuple[int, int, int]:
-        found = LastLogitsDrafter().limits(SpeculativeConfig("last_logits", **fields))
-        return found.num_nodes, found.num_steps, found.top_k
-
-    assert limits() == (5, 1, 4)
-    assert limits(top_k=7) == (8, 1, 7)
-    assert limits(num_draft_tokens=4) == (4, 1, 3)
-    assert limits(num_draft_tokens=12, top_k=2) == (3, 1, 2)
-    assert limits(num_draft_tokens=3, top_k=7) == (3, 1, 2)
-    assert limits(num_draft_tokens=1) == limits(num_draft_tokens=1, top_k=4) == (1, 1, 1)  # plain steps

@@ -110,21 +110,6 @@ def test_a_tree_for_every_model() -> None:
     assert max(map(max, drafter.choices(SpeculativeConfig("medusa", top_k=3)))) == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tree": "dynamic"}, "static tree"),
-        ({"tree": [(0,), (0, 0), (0, 0, 0)]}, "depth 3, but there are only 2"),
-        ({"tree": [(96,)]}, "rank 96"),
-        ({"tree": [(0,)], "num_draft_tokens": 5}, "num_draft_tokens=2, got"),
-    ],
-)
-def test_trees_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
-    drafter = MedusaDrafter(random_heads(zoo.build("llama"), medusa_num_heads=2))
-    with pytest.raises(InvalidConfigError, match=message):
-        drafter.limits(SpeculativeConfig("medusa", **fields))
-
-
 def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any) -> None:
     random_heads(llama, draft_vocab_size=32, tree=[(0,), (1,), (0, 0)]).save_pretrained(tmp_path)
     heads = load_head(tmp_path)
