@@ -411,7 +411,11 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("variant", "form"),
-    [("causal window", "traced"), ("own parts", "traced"), pytest.param("rnn", "inductor", marks=pytest.mark.slow)],
+    [
+        ("causal window", "traced"),
+        ("own parts", "traced"),
+        pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_compiled_head_drafts_the_same(small: Any, variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head and target as traced operations, run without inductor; and the head alone with it."""

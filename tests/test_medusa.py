@@ -128,7 +128,12 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{"medusa_num_layers": 3}, {"shared_lm_head": False, "draft_vocab_size": 64}], ids=str
+    "fields",
+    [
+        pytest.param({"medusa_num_layers": 3}, marks=pytest.mark.exhaustive),
+        {"shared_lm_head": False, "draft_vocab_size": 64},
+    ],
+    ids=str,
 )
 def test_overfitted_heads_are_accepted_to_the_bottom_of_their_tree(
     tmp_path: Path, sure_llama: Any, fields: dict[str, Any]

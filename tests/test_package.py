@@ -62,6 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
@@ -82,6 +83,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
