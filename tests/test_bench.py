@@ -108,7 +108,7 @@ MISTAKES = """
 --methods transformers_assisted | needs an assistant model, and none is given. Give a smaller one
 --methods prompt_lookup --assistant model | No method uses the assistant
 --methods transformers_assisted --assistant other | differs from the model's
---methods transformers_assisted --assistant /nowhere | does not exist. Give
+--methods transformers_assisted --assistant /nowhere | Give a model
 --plot there.png | there.png already exists. Give another name or --force
 --plot plot.txt | has an unknown suffix
 --plot /nowhere/plot.png | does not exist
