@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
+from drafters import Wandering
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation import call, state
 from hf_specdec.generation.loading import packaged_model
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification import probe
@@ -58,6 +60,50 @@ def llama() -> Iterator[Any]:
     model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
     yield model
     SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[[str], Any]]:
+    """What attaches a model of the zoo, for one test."""
+    models: list[Any] = []
+
+    def attached(name: str) -> Any:
+        models.append(SpeculativeGenerationMixin.attach(zoo.build(name)))
+        return models[-1]
+
+    yield attached
+    for model in models:
+        SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny Llama of one's own, attached."""
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+
+
+@pytest.fixture
+def small() -> Any:
+    """A tiny Llama of two layers, attached."""
+    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry per probe."""
+    seen: list[Any] = []
+    inspect_target = state.inspect_target
+    monkeypatch.setattr(state, "inspect_target", lambda model: (seen.append(model), inspect_target(model))[1])
+    return seen
+
+
+@pytest.fixture
+def wandering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wandering]]:
+    """Budgets change from step to step; the controllers that did so."""
+    Wandering.all.clear()
+    monkeypatch.setattr(call, "FixedController", Wandering)
+    yield Wandering.all
+    Wandering.all.clear()
 
 
 @pytest.fixture

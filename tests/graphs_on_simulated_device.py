@@ -27,6 +27,7 @@ from benchmark_script import BENCHMARKS, script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import QueryStats, Width
+from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
@@ -294,50 +295,72 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
     assert captures._backend.replays > replays
 
 
-def test_a_draft_layer_reads_by_graphs_if_the_host_decides_steps() -> None:
+@pytest.mark.parametrize(("name", "captured"), [("eagle3", {"reads", "drafts"}), ("dflash", {"drafts"})])
+def test_a_head_is_read_by_graphs_if_the_host_decides_steps(name: str, captured: set[str]) -> None:
     """A processor that reads the text makes the host decide: nothing is launched before the read."""
     model, options = attached(), {"repetition_penalty": 1.3}
-    config = {**drafters.BY_NAME["eagle3"].add(model), **CAPTURED}
+    config = {**drafters.BY_NAME[name].add(model), **CAPTURED}
     plain = generate(model, 1, None, **options)
     for _ in range(4):
         assert generate(model, 1, config, **options) == plain
-    ((_, drafter),) = model._speculation.compiled[model.drafters["eagle3"]].values()
-    assert drafter.program.graphs.reads.captured_keys()
-    assert drafter.program.graphs.drafts.captured_keys()
-    assert not drafter.program.graphs.steps.captured_keys()
+    ((_, drafter),) = model._speculation.compiled[model.drafters[config["method"]]].values()
+    graphs_of = drafter.program.graphs
+    assert all(getattr(graphs_of, stage).captured_keys() for stage in captured)
+    assert not graphs_of.steps.captured_keys()
+    if name == "dflash":
+        assert {key[-1] for key in graphs_of.drafts.captured_keys()} == {5}, "one size of block, that of training"
 
 
-GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dynamic": ({"version": 3}, {"num_draft_tokens": 12, "num_steps": 4, "top_k": 3}),
-    "one level": ({"version": 3}, {"num_draft_tokens": 3, "num_steps": 1, "top_k": 2}),
-    "static": ({"version": 3}, {"tree": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0]]}),
-    "a shared lm_head": ({"version": 1}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}),
-    "a draft window": ({"version": 3}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2, "draft_window": 8}),
-    "a window": ({"version": 1, "sliding_window": 6}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}),
+STATIC = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0]]
+SMALL_TREE = {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}
+LAYER_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    "dynamic": ({"version": 3}, {"num_draft_tokens": 12, "num_steps": 4, "top_k": 3}, (1, 3)),
+    "one level": ({"version": 3}, {"num_draft_tokens": 3, "num_steps": 1, "top_k": 2}, (1,)),
+    "static": ({"version": 3}, {"tree": STATIC}, (3,)),
+    "a shared lm_head": ({"version": 1}, SMALL_TREE, (1,)),
+    "a draft window": ({"version": 3}, {**SMALL_TREE, "draft_window": 8}, (1, 3)),
+    "a window": ({"version": 1, "sliding_window": 6}, SMALL_TREE, (3,)),
 }
-"""Kinds of heads and trees: fields of the head, and of the call."""
+BLOCK_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "likeliest nodes": ({}, {"num_draft_tokens": 12}, 0.0),
+    "all children": ({"all_children": True, "causal": True}, {"num_draft_tokens": 10, "top_k": 3}, 0.0),
+    "static": ({}, {"tree": STATIC}, 0.0),
+    "a Markov head": (
+        {"markov_rank": 4, "markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": True},
+        {"num_draft_tokens": 8, "top_k": 2}, 0.4,
+    ),
+    "a draft window": ({}, {"num_draft_tokens": 8, "draft_window": 8}, 0.0),
+    "windows": (
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        {"num_draft_tokens": 8}, 0.0,
+    ),
+    "a window from the anchor": (
+        {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"], "window_from_anchor": True},
+        {"num_draft_tokens": 8}, 0.0,
+    ),
+}  # fmt: skip
+"""Kinds of heads and trees: fields of the head and of the call; rows of a layer, the threshold of a block."""
 
 
-@pytest.mark.parametrize(("kind", "rows"), [
-    ("dynamic", 1), ("dynamic", 3), ("one level", 1), ("static", 3), ("a shared lm_head", 1), ("a window", 3),
-    ("a draft window", 1), ("a draft window", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("of", "kind", "rows"),
+    [
+        *(("eagle", kind, rows) for kind, (_, _, sizes) in LAYER_GROWN.items() for rows in sizes),
+        *(("dflash", kind, rows) for kind in BLOCK_GROWN for rows in (1, 3)),
+    ],
+)
 def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
-    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    of: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifty of them and more, node for node, of changing lengths, paths and memory; rows are padded to one length."""
-    of_head, of_call = GROWN[kind]
+    """Forty of them and more, node for node, of changing lengths, paths and memory; rows are padded to one length."""
     model = attached()
-    model.add_drafter(EagleDrafter(drafters.random_head(model, **of_head)))
-    assert_launches_alike(model, rows, {"method": "eagle", **of_call}, monkeypatch, num_drafts=50, keeps_last=True)
-
-
-def assert_launches_alike(
-    model: Any, rows: int, of_call: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, num_drafts: int,
-    keeps_last: bool = False,
-) -> None:  # fmt: skip
-    """Launch every draft by a graph and by hand: they are the same, and so is what the session keeps."""
-    drafts, launch = list[Any](), FeatureSession.launch
+    if of == "eagle":
+        of_head, of_call, _ = LAYER_GROWN[kind]
+        model.add_drafter(EagleDrafter(drafters.random_head(model, **of_head)))
+    else:
+        of_head, of_call, threshold = BLOCK_GROWN[kind]
+        model.add_drafter(DFlashDrafter(drafters.random_block(model, **of_head), threshold))
+    config, drafts, launch = {"method": of, **of_call, **CAPTURED}, [], FeatureSession.launch
 
     def launched_twice(session: Any, step: Any, budget: Any) -> Any:
         if session._prompt is not None:
@@ -345,8 +368,8 @@ def assert_launches_alike(
         graphs, cache = session._graphs, session._cache
         before = list(cache.lengths), cache._lengths.clone()
         launch(session, step, budget)
-        by_graph, grown = session._launched[1], cache._lengths.clone()
-        last = session._last.clone() if keeps_last else None
+        by_graph, last, grown = session._launched[1], session._last, cache._lengths.clone()
+        last = None if last is None else last.clone()
         cache.lengths, cache._lengths = before
         cache.rollback()
         session._graphs = None
@@ -356,7 +379,7 @@ def assert_launches_alike(
         assert torch.equal(*(tree.tokens.raw for tree in both))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in both))
         torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
-        if last is not None:
+        if of == "eagle":
             going = (step.acceptance.path >= 0).any(-1).raw
             torch.testing.assert_close(last.raw[going], session._last.raw[going])
         assert torch.equal(grown.raw, cache._lengths.raw)
@@ -367,11 +390,24 @@ def assert_launches_alike(
     monkeypatch.setattr(FeatureSession, "launch", launched_twice)
     plain = plain_llama(rows, 24)
     for length in (24, 12, 24):
-        found = generate(model, rows, {**of_call, **CAPTURED}, max_new_tokens=length)
+        found = generate(model, rows, config, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
-    ((_, drafter),) = model._speculation.compiled[model.drafters[of_call["method"]]].values()
-    assert len(drafts) >= num_drafts
+    ((_, drafter),) = model._speculation.compiled[model.drafters[of]].values()
+    assert len(drafts) >= (50 if of == "eagle" else 40)
     assert drafter.program.graphs.steps.captured_keys()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_window_reads_nothing_from_the_device(name: str) -> None:
+    """Neither its choice in the prompt nor the cuts of the cache, in a padded batch."""
+    model = attached()
+    config = {**drafters.BY_NAME[name].add(model), **CAPTURED, "draft_window": 8}
+    plain = plain_llama(3, 24)
+    for _ in range(3):
+        reads.clear()
+        found = generate(model, 3, config, max_new_tokens=24)
+        assert [row[: 21 + 24] for row in plain] == found
+        assert not [place for _, place in reads if "drafters/" in place or "window.py" in place]
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import zoo
+from hf_specdec import SpeculativeGenerationMixin
 
 
 def tiny(name: str, num_modules: int) -> Any:
@@ -80,3 +82,10 @@ def _published(name: str, key: str, tensor: Tensor, num_hidden_layers: int) -> d
         stem = prefix + re.sub(r"down_proj$", "", rest)
         return {f"{stem}{i}.down_proj.weight": expert for i, expert in enumerate(tensor)}
     return {prefix + rest: tensor}
+
+
+def loaded(folder: Path) -> Iterator[Any]:
+    """The model as a user loads it; tiny models have other depths than those whose names transformers knows."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model._keys_to_ignore_on_load_unexpected = published_names(model)
+    yield SpeculativeGenerationMixin.attach(model)

@@ -25,14 +25,19 @@ from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, grow_dynamic, grow_static
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification import tree_attention
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.graph_backends import CapturableOnly
 from hf_specdec.verification.masks import MaskLayout, committed_slots, tree_masks
 from hf_specdec.verification.memory import LayerLayout
+from hf_specdec.verification.tree_attention import AttentionContext
+from kernel_by_name import by_name, draw, tree_seen
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads
 
 READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/accepted.py:finish"))
+__all__ = ["by_name"]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
@@ -337,3 +342,34 @@ def test_draws_behind_the_end_are_undone() -> None:
     drawn = [int(draws.next(scores)) for _ in range(2)]
     draws.keep(1)
     assert [drawn[0], int(text.draw(scores)), int(text.draw(scores))] == wanted
+
+
+@pytest.mark.parametrize("keys", [300, 1536, 1537])
+def test_attention_by_the_named_kernel_can_be_captured_after_one_trial(
+    keys: int, by_name: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial waits for the device once; then masks and parts follow from sizes alone."""
+    first, then = (
+        (draw(1, 4, 6, 8, seed=seed), draw(1, 2, keys, 8, seed=seed + 1), tree_seen(kind, 1, 6, keys))
+        for seed, kind in ((0, "full"), (2, "hole"))
+    )
+
+    def attend(query: Tensor, cache: Tensor, seen: Tensor) -> Tensor:
+        return AttentionContext({"full_attention": seen}).attend("full_attention", query, cache, cache, None)
+
+    buffers = [tensor.to(SIM) for tensor in first]
+    attend(*buffers)
+    assert reads
+    reads.clear()
+    with CapturableOnly():
+        attend(*buffers)
+    graph = Graph()
+    with graph.capture():
+        found = attend(*buffers)
+    for buffer, tensor in zip(buffers, then, strict=True):
+        buffer.copy_(tensor.to(SIM))
+    graph.replay()
+    assert not reads
+    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: False)
+    assert isinstance(found, SimTensor)
+    torch.testing.assert_close(found.raw, attend(*then), atol=1e-5, rtol=0)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+import zoo
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.heads.attention import Attend, attend_causally
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import stack_trees
+from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
+
+IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+for _row, _padding in ((1, 4), (2, 9)):
+    IDS[_row, :_padding] = 0
+    MASK[_row, :_padding] = 0
+"""Prompts of three rows, two of them left-padded."""
 
 
 def window_of(size: int | None) -> Attend:
@@ -105,3 +115,96 @@ class _OracleSession(DraftSession):
             parents.append(parent)
             depths.append(depths[parent] + 1)
         return tokens, parents
+
+
+class Recorder:
+    """Wraps a drafter's sessions: keeps every proposed tree with the texts it was proposed for."""
+
+    def __init__(self, drafter: Any, ids: Tensor) -> None:
+        self.trees: list[tuple[list[list[int]], Any]] = []
+        self.drafts: list[Draft] = []
+        self.budgets: list[Budget] = []
+        start = drafter.start
+
+        def recording_start(target: Any, context: Any, config: SpeculativeConfig) -> Any:
+            session = start(target, context, config)
+            texts = [
+                [token for token, real in zip(row, mask, strict=True) if real]
+                for row, mask in zip(ids.tolist(), (ids != 0).tolist(), strict=True)
+            ]
+            propose, observe = session.propose, session.observe
+            for text, root in zip(texts, context.roots.tolist(), strict=True):
+                text.append(root)
+
+            def recording_propose(budget: Budget) -> Any:
+                draft = propose(budget)
+                self.trees.append(([list(text) for text in texts], draft.tree))
+                self.drafts.append(draft)
+                self.budgets.append(budget)
+                return draft
+
+            def recording_observe(step: Step) -> None:
+                for text, tokens in zip(texts, step.acceptance.emitted, strict=True):
+                    text.extend(tokens)
+                observe(step)
+
+            session.propose, session.observe = recording_propose, recording_observe
+            return session
+
+        drafter.start = recording_start
+
+
+class SlowEagle:
+    """The head by definition: true features of a text, then its own, all recomputed for every path."""
+
+    def __init__(self, model: Any, head: Any, text: list[int]) -> None:
+        self.model, self.head, self.text = model, head, text
+        with torch.no_grad():
+            states = model(
+                input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True
+            ).hidden_states
+            self.features = head.fuse(torch.cat([states[layer] for layer in head.feature_layers], dim=-1))[0]
+
+    @torch.no_grad()
+    def children(self, path: list[int]) -> Tensor:
+        """`[Vd]` log-probabilities of what follows the text and the drafted path."""
+        tokens, features = [*self.text[1:], *path], self.features
+        embeddings = self.head.embedding_for(self.model)(torch.tensor([tokens]))
+        attend = window_of(self.head.config.sliding_window)
+        for length in range(len(self.text) - 1, len(tokens) + 1):
+            positions = torch.arange(length)[None]
+            predicted = self.head(embeddings[:, :length], features[None, :length], positions, attend)
+            if length < len(tokens):
+                features = torch.cat([features, predicted[0, -1:]])
+        lm_head = lm_head_rows(self.model, self.head.hot_token_ids) if self.head.shares_lm_head else None
+        return self.head.score(predicted[0, -1], lm_head).log_softmax(-1)
+
+    def best_children(self, path: list[int], k: int) -> list[tuple[float, int]]:
+        scores, ids = self.children(path).topk(k)
+        if self.head.hot_token_ids is not None:
+            ids = self.head.hot_token_ids[ids]
+        return list(zip(scores.tolist(), ids.tolist(), strict=True))
+
+
+def slow_dynamic_tree(slow: SlowEagle, num_steps: int, k: int, num_nodes: int) -> set[tuple[int, ...]]:
+    """EAGLE-2 in words: expand the k best of each level, then keep the best nodes of all."""
+    candidates: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(num_steps):
+        level = [
+            (score + gain, (*path, token))
+            for score, path in frontier
+            for gain, token in slow.best_children(list(path), k)
+        ]
+        candidates += level
+        frontier = sorted(level, reverse=True)[:k]
+    return {path for _, path in sorted(candidates, reverse=True)[: num_nodes - 1]}
+
+
+def paths_of(tree: Any, row: int) -> list[tuple[int, ...]]:
+    """Token path of every drafted node of a row."""
+    parents = tree.parents.expand(tree.tokens.shape)[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node, token in enumerate(tree.tokens[row].tolist()[1:], start=1):
+        paths.append((*paths[parents[node]], token))
+    return paths[1:]

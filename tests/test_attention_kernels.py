@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,66 +34,13 @@ from hf_specdec.verification.tree_attention import (
     split_attention,
     split_mask,
 )
+from kernel_by_name import by_name, calls, draw, strict_kernel, tree_seen
 from models import prompts
+
+__all__ = ["by_name"]
 
 DTYPES = [torch.float32, torch.bfloat16]
 FAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-calls: list[int] = []
-"""Rows of the batch in every call of the kernel: parts, where there are several."""
-
-
-def aligned(tensor: Tensor) -> bool:
-    return tensor.stride(-1) == 1 and not any(
-        number % 8 for number in (tensor.storage_offset(), *tensor.stride()[:-1])
-    )
-
-
-def strict_kernel(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """What the kernel computes: products in float32, zeros and minus infinity for a row that sees nothing."""
-    assert all(map(aligned, (query, key, value)))
-    assert query.dtype == key.dtype == value.dtype
-    assert len(query) == len(key) == len(value)
-    for tensor in (key, value):
-        assert not any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if mask is not None:
-        assert aligned(mask)
-        assert mask.dtype == query.dtype
-        mask = mask.expand(*query.shape[:3], key.shape[2]).float()
-    calls.append(len(query))
-    output, sums = exact_attention(query.float(), key.float(), value.float(), mask, scale)
-    return output.nan_to_num(0.0).to(query.dtype), sums
-
-
-@pytest.fixture
-def by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernel is called by name, on a device with 132 multiprocessors."""
-    calls.clear()
-    monkeypatch.setattr(tree_attention, "calls_kernel_directly", lambda _device: True)
-    monkeypatch.setattr(tree_attention, "multiprocessors", lambda _device: 132)
-    monkeypatch.setattr(tree_attention, "efficient_attention", strict_kernel)
-    tree_attention.works.cache_clear()
-    yield
-    tree_attention.works.cache_clear()
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def tree_seen(kind: str, batch: int, nodes: int, keys: int) -> Tensor:
-    """Which keys the nodes of a chain see: all before it, a window of those, none of the middle, or all there are."""
-    place, node = torch.arange(keys), torch.arange(nodes)[:, None] + keys - nodes
-    seen = place <= node
-    if kind == "sliding":
-        seen = seen & (node - place < 60)
-    if kind == "hole":
-        seen = seen & ~((place > 3) & (place < keys - nodes - 5))
-    seen = seen.expand(batch, 1, nodes, keys).clone()
-    if kind != "sliding":
-        seen[1:, :, :, : keys // 3] = False  # padding of further rows
-    return seen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -40,11 +40,6 @@ MARKOV: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 4}
 FULL: dict[str, Any] = {**MARKOV, "confidence_head": True, "confidence_with_markov": True}
 
 
-@pytest.fixture
-def small() -> Any:
-    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
-
-
 def talks_of(lengths: tuple[int, ...], prompt: int = 4, seed: int = 0) -> list[Conversation]:
     """Random conversations with some tokens of a prompt."""
     generator = torch.Generator().manual_seed(seed)
@@ -201,10 +196,11 @@ def test_blocks_grow_during_the_run(small: Any, fields: dict[str, Any]) -> None:
     ("fields", "weights"),
     [
         ({}, {}),
-        ({"causal": True}, {"text_weight": 1.0, "distance_weight": 0.0}),
-        ({"num_hidden_layers": 1}, {"text_weight": 0.0, "distance_weight": 0.0, "soft_weight": 1.0}),
-        ({**MARKOV}, {"soft_weight": 1.0}),
-        ({**MARKOV, "markov_head_type": "gated"}, {"soft_weight": 1.0}),
+        pytest.param({"causal": True}, {"text_weight": 1.0, "distance_weight": 0.0}, marks=pytest.mark.exhaustive),
+        pytest.param({"num_hidden_layers": 1}, {"text_weight": 0.0, "distance_weight": 0.0, "soft_weight": 1.0},
+                     marks=pytest.mark.exhaustive),
+        pytest.param({**MARKOV}, {"soft_weight": 1.0}, marks=pytest.mark.exhaustive),
+        pytest.param({**MARKOV, "markov_head_type": "gated"}, {"soft_weight": 1.0}, marks=pytest.mark.exhaustive),
         ({"markov_rank": 4, "markov_head_type": "rnn", "own_lm_head": True, "draft_vocab_size": 60},
          {"soft_weight": 1.0}),
         ({**FULL, "causal": True, "qkv_bias": True}, {}),

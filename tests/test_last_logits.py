@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import zoo
-from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec import SpeculativeConfig
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from models import prompts
 
 PROBS = torch.tensor([0.02, 0.5, 0.2, 0.08, 0.1, 0.04, 0.03, 0.015, 0.01, 0.005])
 
@@ -70,29 +67,3 @@ def test_a_vocabulary_smaller_than_the_tree_drafts_nothing() -> None:
     drafting.observe(step(torch.zeros(1, 3, 6), [[0, -1]], [1]))
     assert drafting.candidates[0].after(True) == []
     assert drafting.propose(Budget(9, 1, 8)).tree.num_nodes == 1
-
-
-def test_limits() -> None:
-    def limits(**fields: Any) -> tuple[int, int, int]:
-        found = LastLogitsDrafter().limits(SpeculativeConfig("last_logits", **fields))
-        return found.num_nodes, found.num_steps, found.top_k
-
-    assert limits() == (5, 1, 4)
-    assert limits(top_k=7) == (8, 1, 7)
-    assert limits(num_draft_tokens=4) == (4, 1, 3)
-    assert limits(num_draft_tokens=12, top_k=2) == (3, 1, 2)
-    assert limits(num_draft_tokens=3, top_k=7) == (3, 1, 2)
-    assert limits(num_draft_tokens=1) == limits(num_draft_tokens=1, top_k=4) == (1, 1, 1)  # plain steps
-
-
-@pytest.mark.parametrize("method", ["last_logits", "hybrid"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_answers_are_plain(method: str, rows: int) -> None:
-    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
-    ids, mask = prompts(rows)
-    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
-    config: dict[str, Any] = {"method": method, "adaptive": False, "num_draft_tokens": 20}
-    if method == "hybrid":
-        config["methods"] = ["prompt_lookup", "last_logits"]
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, speculative=config, **options))
-    assert model.last_speculation.num_drafted_tokens > 0

@@ -16,7 +16,7 @@ from hf_specdec import HeadTensorsError, SpeculativeGenerationMixin
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.heads.head import bind_head
 from layer_mtp import loaded
-from test_eagle import IDS, MASK, Recorder, paths_of, slow_dynamic_tree
+from reference import IDS, MASK, Recorder, paths_of, slow_dynamic_tree
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
@@ -64,7 +64,7 @@ def test_drafts_equal_the_definition(kind: str, trees: bool, tmp_path: Path, mon
         tree.validate()
         for row in range(3):
             if len(texts[row]) < 28 - 4 * (row == 1) - 9 * (row == 2):
-                assert paths_of(tree, row) == slow_dynamic_tree(SlowModule(model, tensors, texts[row]), *sizes)
+                assert set(paths_of(tree, row)) == slow_dynamic_tree(SlowModule(model, tensors, texts[row]), *sizes)
 
 
 def test_rotary_frequencies_stay_exact_in_half_precision(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter, LookaheadRow, WindowShape
@@ -199,24 +199,6 @@ def test_the_window_shrinks_to_its_limits() -> None:
     assert drafter.window_within(Budget(30, 4, 7)) == WindowShape(3, 4)
     assert drafter.window_within(whole.chain) is None
     assert drafter.window_within(Budget(6, 6, 7)) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"window": 0}, "`window` must be an integer >= 1"),
-        ({"ngram": 1}, "`ngram` must be"),
-        ({"guesses": 0}, "got 0"),
-    ],
-)
-def test_sizes_that_mean_nothing(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
-        LookaheadDrafter(**settings)
-
-
-def test_fields_that_do_not_fit() -> None:
-    with pytest.raises(InvalidConfigError, match="A window needs at least 7 nodes, 3 steps and top_k 3"):
-        LookaheadDrafter(reads_prompt=False).limits(SpeculativeConfig("lookahead", top_k=2))
 
 
 # ---------------------------------------------------------------------------------------------------- generation

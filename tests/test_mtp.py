@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache
+from transformers import CONFIG_MAPPING, Cache
 
-import layouts
 import native_mtp
 import zoo
 from benchmark_script import code_block
-from drafters import Wandering, random_head, random_module
+from drafters import random_head, random_module
 from hf_specdec import (
     CheckpointFormatError,
     DrafterMismatchError,
@@ -27,7 +26,6 @@ from hf_specdec import (
     MtpConfig,
     MtpHead,
     SpeculativeConfig,
-    SpeculativeGenerationMixin,
     UnsupportedModelError,
     export_head,
     load_head,
@@ -35,19 +33,16 @@ from hf_specdec import (
 from hf_specdec.checkpoints.hub import inspect_head
 from hf_specdec.drafters.mtp import MtpDrafter, NativeMtpDrafter
 from hf_specdec.drafters.registry import methods
-from hf_specdec.generation import call
 from hf_specdec.generation.state import state_of
 from hf_specdec.training import EagleTrainingConfig, capture_features, train_eagle
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.cache import TreeCache
-from reference import path_to_root
-from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tree
+from reference import IDS, MASK, Recorder, SlowEagle, path_to_root, paths_of, slow_dynamic_tree
 from trained import answered, arguments
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
-TREES: list[dict[str, Any]] = [{}, {"top_k": 3}, {"tree": [(0,), (1,), (0, 0), (1, 0), (1, 0, 1)]}]
-"""A chain, a dynamic tree, a static one."""
+
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 DRAWN = {"max_new_tokens": 20, "do_sample": True, "top_k": 8, "temperature": 0.7}
 
@@ -55,75 +50,26 @@ DRAWN = {"max_new_tokens": 20, "do_sample": True, "top_k": 8, "temperature": 0.7
 # ------------------------------------------------------------------------------------------------ a trained module
 
 
-@torch.no_grad()
-def test_the_module_is_its_formula() -> None:
-    """Position by position, over plain tensors: nothing behind a position is there when it is computed."""
-    model = zoo.build("llama")
-    head = random_module(model)
-    tensors, config = head.state_dict(), head.config.to_dict() | {"rope_theta": 10000.0}
-    embeddings, hidden = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
-    output = head(embeddings, hidden, torch.arange(9).expand(2, -1))
-    eps = head.config.rms_norm_eps
-    for row in range(2):
-        for position in range(9):
-            seen = slice(0, position + 1)
-            parts = [
-                layouts.rms(embeddings[row : row + 1, seen], tensors["enorm.weight"], eps),
-                layouts.rms(hidden[row : row + 1, seen], tensors["hnorm.weight"], eps),
-            ]
-            x = torch.cat(parts, dim=-1) @ tensors["eh_proj.weight"].T
-            normed = layouts.rms(x, tensors["layers.0.input_layernorm.weight"], eps)
-            x = x + layouts.attend(normed, tensors, "layers.0.self_attn.", config)
-            normed = layouts.rms(x, tensors["layers.0.post_attention_layernorm.weight"], eps)
-            x = layouts.rms(x + layouts.mlp(normed, tensors, "layers.0.mlp."), tensors["norm.weight"], eps)
-            torch.testing.assert_close(output[row, position], x[0, -1], atol=1e-5, rtol=1e-5)
-    assert torch.equal(head.score(output, model.lm_head), model.lm_head(output))
-    with pytest.raises(ValueError, match="shares the target's lm_head"):
-        head.score(output, None)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
-@pytest.mark.parametrize("fields", TREES, ids=str)
-def test_equal_to_plain_generate(name: str, fields: dict[str, Any]) -> None:
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        model.load_drafter(random_module(model))
-        for ids, mask in ((IDS[:1], MASK[:1]), (IDS, MASK)):
-            for options in (
-                (GREEDY, DRAWN) if len(ids) == 1 else (GREEDY,)
-            ):  # rows of a batch draw in an order of their own
-                answers = []
-                for speculative in (None, {"method": "mtp", **fields}):
-                    torch.manual_seed(3)
-                    answers.append(model.generate(ids, attention_mask=mask, speculative=speculative, **options))
-                assert torch.equal(*answers)
-                assert model.last_speculation.num_drafted_tokens > 0
-    finally:
-        SpeculativeGenerationMixin.detach(model)
-
-
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, {"sliding_window": 4, "qk_norm": True}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_drafts_equal_the_definition(name: str, fields: dict[str, Any]) -> None:
+def test_drafts_equal_the_definition(name: str, fields: dict[str, Any], attach: Any) -> None:
     """Every chain and tree of a ragged, padded batch equals the one recomputed for its row alone."""
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        head = random_head(model, version="mtp", **fields)
-        assert isinstance(head, MtpHead)
-        for config, sizes in (({}, (3, 1, 4)), ({"top_k": 3, "num_draft_tokens": 10}, (3, 3, 10))):
-            drafter = MtpDrafter(head)
-            recorder = Recorder(drafter, IDS)
-            model.add_drafter(drafter)
-            options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
-            model.generate(IDS, speculative={"method": "mtp", **config}, **options)
-            assert len(recorder.trees) > 3
-            for texts, tree in recorder.trees:
-                tree.validate()
-                for row in range(3):
-                    if len(texts[row]) < 22 - 4 * (row == 1) - 9 * (row == 2):
-                        assert paths_of(tree, row) == slow_dynamic_tree(SlowEagle(model, head, texts[row]), *sizes)
-    finally:
-        SpeculativeGenerationMixin.detach(model)
+    model = attach(name)
+    head = random_head(model, version="mtp", **fields)
+    assert isinstance(head, MtpHead)
+    for config, sizes in (({}, (3, 1, 4)), ({"top_k": 3, "num_draft_tokens": 10}, (3, 3, 10))):
+        drafter = MtpDrafter(head)
+        recorder = Recorder(drafter, IDS)
+        model.add_drafter(drafter)
+        options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+        plain = model.generate(IDS, **options)
+        assert torch.equal(plain, model.generate(IDS, speculative={"method": "mtp", **config}, **options))
+        assert len(recorder.trees) > 3
+        for texts, tree in recorder.trees:
+            tree.validate()
+            for row in range(3):
+                if len(texts[row]) < 22 - 4 * (row == 1) - 9 * (row == 2):
+                    assert set(paths_of(tree, row)) == slow_dynamic_tree(SlowEagle(model, head, texts[row]), *sizes)
 
 
 def test_a_chain_unless_a_tree_is_asked_for(llama: Any) -> None:
@@ -135,8 +81,6 @@ def test_a_chain_unless_a_tree_is_asked_for(llama: Any) -> None:
     own = MtpDrafter(random_module(llama, num_steps=2, top_k=4, num_draft_tokens=9))
     assert own.limits(SpeculativeConfig("mtp")) == Budget(9, 2, 4)
     assert "MtpDrafter(MtpHead of this process)" in repr(own)
-    with pytest.raises(InvalidConfigError, match="exceeds the draft vocabulary"):
-        drafter.limits(SpeculativeConfig("mtp", top_k=97))
 
 
 def test_kept_in_our_own_layout(llama: Any, tmp_path: Path) -> None:
@@ -205,14 +149,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def native(checkpoint: Path) -> Iterator[Any]:
-    yield from loaded(checkpoint)
-
-
-def loaded(folder: Path) -> Iterator[Any]:
-    """The model as a user loads it; tiny models have other depths than those whose names transformers knows."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model._keys_to_ignore_on_load_unexpected = native_mtp.published_names(model)
-    yield SpeculativeGenerationMixin.attach(model)
+    yield from native_mtp.loaded(checkpoint)
 
 
 def theirs(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], Tensor]]:
@@ -277,13 +214,11 @@ def test_native_modules_keep_the_plain_answer(native: Any, options: dict[str, An
     assert all(parameter.requires_grad for parameter in native.parameters())  # the target's own are left alone
 
 
-def test_native_modules_under_any_budget(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_modules_under_any_budget(native: Any, wandering: list[Any]) -> None:
     """Plain steps between, and drafts of every size: what was not drafted for is read later."""
     plain = native.generate(IDS, attention_mask=MASK, **GREEDY)
-    Wandering.all.clear()
-    monkeypatch.setattr(call, "FixedController", Wandering)
     assert torch.equal(plain, native.generate(IDS, attention_mask=MASK, speculative="mtp", **GREEDY))
-    (controller,) = Wandering.all
+    (controller,) = wandering
     assert {step.draft.tree.num_nodes for _, step in controller.seen} >= {1, 2, 3}
 
 
@@ -324,7 +259,7 @@ def assert_as_defined(slow: Any, draft: Draft, row: int, sizes: tuple[int, int, 
     tree, log_probs = draft.tree, draft.log_probs
     tree.validate()
     assert log_probs is not None
-    assert paths_of(tree, row) == slow_dynamic_tree(slow, *sizes)
+    assert set(paths_of(tree, row)) == slow_dynamic_tree(slow, *sizes)
     parents = tree.parents.expand(tree.tokens.shape)[row].tolist()
     for node in range(1, tree.num_nodes):
         path = [int(tree.tokens[row, place]) for place in path_to_root(parents, node)[1:]]
@@ -354,7 +289,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model with three modules."""
     folder = tmp_path_factory.mktemp("three")
     native_mtp.save("deepseek_v3", 3, folder)
-    return next(loaded(folder))
+    return next(native_mtp.loaded(folder))
 
 
 @pytest.mark.parametrize("strength", [1, 8])
@@ -454,7 +389,7 @@ def test_models_without_modules(llama: Any, three: Any, tmp_path: Path) -> None:
     with pytest.raises(DrafterMismatchError, match="was not loaded from a checkpoint"):
         MtpDrafter.native(made)
     made.save_pretrained(tmp_path / "bare")
-    bare = next(loaded(tmp_path / "bare"))
+    bare = next(native_mtp.loaded(tmp_path / "bare"))
     with pytest.raises(DrafterMismatchError, match=r"cannot be loaded from .*bare: .*weights are missing"):
         bare.generate(IDS, attention_mask=MASK, speculative="mtp", **GREEDY)
     bare._keys_to_ignore_on_load_unexpected = None

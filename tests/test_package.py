@@ -1,8 +1,9 @@
-"""What is published: the wheel works where nothing of this repository lies, the sdist can be tested."""
+"""What is published: wheel and sdist; and the packaged model."""
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import hf_specdec
 
@@ -59,6 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
@@ -79,6 +83,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
@@ -126,3 +131,34 @@ def test_every_lazy_name_is_also_imported_for_type_checkers() -> None:
     typed = {node.module: tuple(name.name for name in node.names) for node in imports}
     assert typed == hf_specdec._MODULES
     assert sorted(name for names in typed.values() for name in names) == sorted(hf_specdec.__all__)
+
+
+# ------------------------------------------------------------------------------------------------------------ packaged
+
+
+START = """
+import sys, torch, hf_specdec
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+print(hf_specdec.packaged_model())
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_of_a_group_convert_the_packaged_model_once(small_model_path: Path, tmp_path: Path) -> None:
+    """Neither finds half of it, and it equals the one that a single process converts."""
+    command = [sys.executable, "-W", "ignore", "-c", START, str(tmp_path / "group")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    folders = {process.communicate(timeout=300)[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0]
+    folder = tmp_path / "hf-specdec" / small_model_path.name
+    assert folders == {str(folder)}
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [small_model_path.name]
+    converted, expected = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, small_model_path)
+    )
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in converted.items())

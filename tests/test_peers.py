@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 import zoo
 from benchmark_script import BENCHMARKS, script
-from hf_specdec import SpeculativeGenerationMixin, bench
+from hf_specdec import bench
 
 peers = script("peers")
 
@@ -59,11 +58,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "fake" / "made.json").write_text(json.dumps(peers.asdict(environment)))
     (tmp_path / "fake_worker.py").write_text(WORKER.format(workers=str(BENCHMARKS / "workers")))
     return tmp_path
-
-
-@pytest.fixture
-def model() -> Any:
-    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
 
 
 def options(**values: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from torch import Tensor
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -313,50 +312,6 @@ def test_heads_that_draft_nothing_keep_the_documented_reading(tmp_path: Path) ->
                     parameter.mul_(5)
         folder = ambiguous_heads.stored(head, Reading(True, 1), [1, 2, 5], tmp_path / str(seed))
         assert model.load_drafter(folder).head.reading == Reading(True, 1)
-
-
-def test_the_measure_is_the_expected_number_of_accepted_tokens(llama: Any) -> None:
-    """A head that always gives the target's own distribution would have every token accepted."""
-
-    class Copy:
-        hot_token_ids, shares_lm_head, device, dtype, feature_layers = (
-            None,
-            False,
-            torch.device("cpu"),
-            torch.float32,
-            (1,),
-        )
-        config = Eagle3Config.for_target(llama.config)
-
-        def __init__(self, probs: Tensor) -> None:
-            self.probs = probs
-
-        def embedding_for(self, model: Any) -> Any:
-            return model.get_input_embeddings()
-
-        def fuse(self, features: Tensor) -> Tensor:
-            return features
-
-        def __call__(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, attend: Any) -> Tensor:
-            return hidden
-
-        def score(self, output: Tensor, lm_head: Any) -> Tensor:
-            return self.probs
-
-    text = reading_trial.TrialText(torch.arange(3, 40)[None], prompt_length=1)
-    with torch.no_grad(), FeatureTap(llama, (1,)) as tap:
-        logits = llama(text.token_ids).logits
-    features = tap.take()
-    exact = reading_trial._accepted_tokens(llama, Copy(logits[:, 1:]), text, features, logits)
-    assert exact == pytest.approx(reading_trial.DRAFT_STEPS, abs=1e-4)
-    flat = reading_trial._accepted_tokens(llama, Copy(torch.zeros_like(logits[:, 1:])), text, features, logits)
-    overlap = torch.minimum(logits[0, 1:].softmax(-1), torch.tensor(1 / zoo.VOCAB_SIZE)).sum(-1)
-    starts = len(overlap) - reading_trial.DRAFT_STEPS + 1
-    expected = sum(
-        float(torch.stack([overlap[s : s + starts] for s in range(step + 1)]).prod(0).mean())
-        for step in range(reading_trial.DRAFT_STEPS)
-    )
-    assert flat == pytest.approx(expected, rel=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------- adapters

@@ -17,7 +17,7 @@ import transformers
 import typer
 
 from benchmark_script import code_block
-from drafters import random_head, random_heads
+from drafters import noisy, pard_assistant, random_head, random_heads
 from hf_specdec import DrafterMismatchError, cli
 from hf_specdec.drafters import registry
 from hf_specdec.generation.decode import decode
@@ -170,6 +170,12 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
         exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope)
         assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
+    scope["assistant"] = noisy("llama")
+    pard_assistant("llama").save_pretrained(tmp_path / "amd" / "PARD-Llama-3.2-1B")
+    for name in ("draft_model", "pard"):
+        text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+        exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope)
+        assert llama.last_speculation.method == name
     exec(code_block((ROOT / "docs" / "hybrid.md").read_text(), "<!-- corpus -->"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="prompt_lookup", **options))
     llama.remove_drafter("bigram")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,19 +12,14 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-import test_gpu
-
 TESTS = Path(__file__).parent
 OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 """Which of the GPU tests run there: every function, with few of its arguments."""
 
 
-SHARDS = {
-    "graphs_on_simulated_device.py": 12, "on_simulated_device.py": 8, "gpu_on_simulated_device.py": 1,
-    "attention_on_simulated_device.py": 1, "blocks_on_simulated_device.py": 10,
-}  # fmt: skip
+SHARDS = {"graphs_on_simulated_device.py": 22, "on_simulated_device.py": 8, "test_gpu.py": 1}
 """In how many parts a file runs, so that two workers share it; `make test` runs the last part of each."""
-OF_EXHAUSTIVE = {"gpu_on_simulated_device.py"}
+OF_EXHAUSTIVE = {"test_gpu.py"}
 """Files of one part that only `make exhaustive` runs."""
 
 
@@ -43,10 +39,11 @@ def test_on_the_simulated_device(name: str, shard: str) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name), "--shard", shard]
-    of_gpu = name.startswith("gpu_")
+    of_gpu = name == "test_gpu.py"
     command += ["-k", OF_GPU_TESTS, "-rp"] if of_gpu else []
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    environment = os.environ | ({"SPECDEC_SIMULATED_DEVICE": "1"} if of_gpu else {})
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     if of_gpu:
         passed = set(re.findall(r"PASSED \S+::(test_\w+)", done.stdout))
-        assert passed == {function for function in vars(test_gpu) if function.startswith("test_")}
+        assert passed == set(re.findall(r"^def (test_\w+)", (TESTS / name).read_text(), re.MULTILINE))

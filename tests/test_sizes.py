@@ -58,6 +58,7 @@ def test_chunks_of_no_size_are_refused(llama: Any, size: Any) -> None:
         *((TokenRecyclingDrafter, {name: value}) for name in ("width", "pairs") for value in (0, -1, "x", 2.5, None)),
         *((LookaheadDrafter, {name: value}) for name in ("window", "ngram", "guesses") for value in (0, "x", 2.5)),
         *((EarlyExitDrafter, {"exit_layer": value}) for value in (0, -1, "x", 1.5, True)),
+        (EarlyExitDrafter, {"exit_layer": 2, "skipped_layers": (1,)}),
         *((EarlyExitDrafter, {"skipped_layers": value}) for value in ([0], [-1], ["a"], [1.5], 5, "12")),
         *((PromptLookupDrafter, {"corpus": value}) for value in (5, [1, 2, 3], "abc", [[1, "x"]], [[1.5]], [[-4, 5]])),
     ],

@@ -29,6 +29,7 @@ from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.step import Step
 from models import prompts
+from reference import Recorder
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -204,21 +205,7 @@ def test_it_learns_from_the_prompt_where_it_is_asked_to(model: Any) -> None:
 
 def test_only_known_tokens_are_drafted(model: Any) -> None:
     """On the CPU a tree is as wide as what is known; padding elsewhere."""
-    drafter, drafts = model.drafters["token_recycling"], list[Draft]()
-    start = drafter.start
-
-    def spying(*arguments: Any) -> Any:
-        session = start(*arguments)
-        propose = session.propose
-
-        def told(budget: Any) -> Draft:
-            drafts.append(propose(budget))
-            return drafts[-1]
-
-        session.propose = told
-        return session
-
-    drafter.start = spying
+    drafts = Recorder(model.drafters["token_recycling"], prompts(3)[0]).drafts
     run(model, 3, speculative="token_recycling")
     assert drafts[0].tree.num_nodes == 1  # nothing is known yet
     for draft in drafts:
@@ -298,13 +285,6 @@ def test_another_vocabulary_is_learned_anew(model: Any) -> None:
     plain = model.generate(ids, **OPTIONS)
     assert torch.equal(plain, model.generate(ids, speculative="token_recycling", **OPTIONS))
     assert model.drafters["token_recycling"].table.vocab_size == zoo.VOCAB_SIZE - 6
-
-
-def test_fields_that_do_not_fit(model: Any) -> None:
-    with pytest.raises(InvalidConfigError, match="exceeds the 8"):
-        run(model, speculative={"method": "token_recycling", "top_k": 9})
-    with pytest.raises(InvalidConfigError, match="integer from 1 to 1024"):
-        TokenRecyclingDrafter(width=0)
 
 
 @pytest.mark.parametrize("how", ["modes", "adding it again", "a copy of its settings"])

@@ -43,25 +43,22 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_the_same_seed_gives_plains_tokens(name: str, options: dict[str, Any]) -> None:
-    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
-    try:
-        accepted = 0.0
-        for seed in range(6):
+def test_the_same_seed_gives_plains_tokens(name: str, options: dict[str, Any], attach: Any) -> None:
+    model = attach(name)
+    accepted = 0.0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        plain = model.generate(IDS, max_new_tokens=24, do_sample=True, **options)
+        state = torch.get_rng_state()
+        for method in ("oracle", "prompt_lookup"):
+            model.add_drafter(OracleDrafter(plain[:, 20:], "sometimes", zoo.VOCAB_SIZE, seed))
             torch.manual_seed(seed)
-            plain = model.generate(IDS, max_new_tokens=24, do_sample=True, **options)
-            state = torch.get_rng_state()
-            for method in ("oracle", "prompt_lookup"):
-                model.add_drafter(OracleDrafter(plain[:, 20:], "sometimes", zoo.VOCAB_SIZE, seed))
-                torch.manual_seed(seed)
-                speculative = model.generate(IDS, max_new_tokens=24, do_sample=True, speculative=method, **options)
-                assert torch.equal(plain, speculative)
-                # and what is drawn next is the same, too
-                assert torch.equal(state, torch.get_rng_state())
-                accepted += model.last_speculation.mean_accepted_length - 1
-        assert accepted > 1
-    finally:
-        SpeculativeGenerationMixin.detach(model)
+            speculative = model.generate(IDS, max_new_tokens=24, do_sample=True, speculative=method, **options)
+            assert torch.equal(plain, speculative)
+            # and what is drawn next is the same, too
+            assert torch.equal(state, torch.get_rng_state())
+            accepted += model.last_speculation.mean_accepted_length - 1
+    assert accepted > 1
 
 
 def test_a_whole_model_samples_its_exact_distribution() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import children_of_likeliest, likeliest_nodes, reachable
+from reference import paths_of
 
 Path = tuple[int, ...]
 RULES = (likeliest_nodes, children_of_likeliest)
@@ -49,15 +50,6 @@ def jetspec(
     return found, parents
 
 
-def paths_of(draft: Draft, row: int) -> list[Path]:
-    """Token path of every drafted node."""
-    parents = draft.tree.parents.expand(draft.tree.tokens.shape)[row].tolist()
-    paths: list[Path] = [()]
-    for node, token in enumerate(draft.tree.tokens[row].tolist()[1:], start=1):
-        paths.append((*paths[parents[node]], token))
-    return paths[1:]
-
-
 def random_inputs(generator: torch.Generator, rows: int = 2) -> tuple[Tensor, Tensor, Tensor, Budget]:
     """Roots, log-probabilities, tokens, and the budget of a tree of 2 to 39 nodes."""
 
@@ -82,7 +74,7 @@ def test_the_likeliest_nodes_are_those_of_a_search() -> None:
         for row in range(2):
             wanted = best_paths(log_probs[row].tolist(), budget.num_nodes)
             named = {tuple(int(tokens[row, d, r]) for d, r in enumerate(path)): path for _, _, path in wanted}
-            found = paths_of(draft, row)
+            found = paths_of(draft.tree, row)
             assert set(found) == set(named)
             for node, path in enumerate(found, start=1):  # the edge's own log-probability
                 assert draft.log_probs[row, node] == log_probs[row, len(path) - 1, named[path][-1]]
@@ -98,7 +90,7 @@ def test_ties_go_to_the_shallower_node() -> None:
         draft.tree.validate()
         rank_of = [{int(token): rank for rank, token in enumerate(row)} for row in tokens[0]]
         found = []
-        for path in paths_of(draft, 0):
+        for path in paths_of(draft.tree, 0):
             scores = [float(log_probs[0, depth, rank_of[depth][token]]) for depth, token in enumerate(path)]
             found.append((sum(scores), len(path)))
         wanted = [(score, depth) for score, depth, _ in best_paths(log_probs[0].tolist(), budget.num_nodes)]
@@ -116,7 +108,7 @@ def test_children_of_the_likeliest_are_jetspecs() -> None:
             wanted = jetspec(root, tokens[row].tolist(), log_probs[row].tolist(), budget.num_nodes)
             assert (draft.tree.tokens[row].tolist(), draft.tree.parents[row].tolist()) == wanted
             assert draft.log_probs is not None
-            for node, path in enumerate(paths_of(draft, row), start=1):
+            for node, path in enumerate(paths_of(draft.tree, row), start=1):
                 rank = tokens[row, len(path) - 1].tolist().index(path[-1])
                 assert draft.log_probs[row, node] == log_probs[row, len(path) - 1, rank]
 
@@ -171,5 +163,5 @@ def test_a_whole_tree(rule: object) -> None:
     log_probs, tokens = torch.randn(1, 3, 20).log_softmax(-1).topk(2, dim=-1)
     draft = rule(torch.tensor([7]), log_probs, tokens, reachable(Budget(400, 3, 2)))  # type: ignore[operator]
     draft.tree.validate()
-    paths = paths_of(draft, 0)
+    paths = paths_of(draft.tree, 0)
     assert len(set(paths)) == len(paths) == 14

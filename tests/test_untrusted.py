@@ -418,11 +418,15 @@ TRAIN = ["train", "eagle", "--data", "TALKS", "--output", "OUT", "--model", "MOD
     [
         (["convert", "HEAD", "OUT", "--format", "eagle"], 4000, False),
         pytest.param(["convert", "HEAD", "OUT"], 4000, False, marks=pytest.mark.exhaustive),
-        (["distill", "--invent", "4", "--output", "OUT", "--model", "MODEL", "--max-new-tokens", "40"], 1000, True),
+        pytest.param(["distill", "--invent", "4", "--output", "OUT", "--model", "MODEL", "--max-new-tokens", "40"],
+                     1000, True, marks=pytest.mark.exhaustive),
         (TRAIN, 20_000, True),
         pytest.param([*TRAIN, "--features", "FEATURES"], 1500, True, marks=pytest.mark.exhaustive),
-        (["tree", "--drafter", "HEAD", "--data", "TALKS", "--output", "OUT", "--model", "MODEL", "--top-k", "90"],
-         4000, False),
+        pytest.param(
+            ["tree", "--drafter", "HEAD", "--data", "TALKS", "--output", "OUT", "--model", "MODEL", "--top-k", "90"],
+            4000, False,
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             ["bench", "--prompts", "PROMPTS", "--model", "MODEL", "--json", "OUT", "--max-new-tokens", "4"],
             300, False,

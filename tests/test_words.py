@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
 ALLOW = "words: allow"
 
 MANNERISMS = {
@@ -54,9 +60,12 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def page_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a page that are not code."""
-    fenced = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    """The lines of a page, or of the text cells of a notebook, that are not code."""
+    fenced, text = False, path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n".join("".join(cell["source"]) for cell in cells)
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif not fenced:
@@ -70,7 +79,7 @@ def faults(lines: Iterator[tuple[int, str]], path: Path) -> list[str]:
         for number, line in lines
         for pattern, instead in MANNERISMS.items()
         if (found := re.search(pattern, line, flags=0 if pattern.startswith("^") else re.IGNORECASE))
-        and ALLOW not in raw[number - 1]
+        and (path.suffix == ".ipynb" or ALLOW not in raw[number - 1])
     ]
 
 

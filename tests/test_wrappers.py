@@ -18,14 +18,12 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
-    GenerationConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
-    pipeline,
 )
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -33,7 +31,6 @@ import drafters
 import generative
 import zoo
 from drafters import random_head
-from fuzz import tokenizer
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
@@ -249,33 +246,6 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- other ways in
-
-
-def test_a_text_generation_pipeline() -> None:
-    model = with_head(fresh())
-    generate = pipeline("text-generation", model=model, tokenizer=tokenizer())
-    options = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
-    plain = generate("abc abc ab", **options)
-    assert plain == generate("abc abc ab", speculative="prompt_lookup", **options)
-    assert model.last_speculation.num_generated_tokens == 12
-
-
-def test_generation_configs_are_saved_and_loaded_with_speculative(tmp_path: Path) -> None:
-    model = with_head(fresh())
-    ids, mask = prompts(1)
-    plain = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
-    for speculative in ("prompt_lookup", {"method": "prompt_lookup", "num_draft_tokens": 5}):
-        config = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, speculative=speculative)
-        config.save_pretrained(tmp_path)
-        loaded = GenerationConfig.from_pretrained(tmp_path)
-        assert loaded.speculative == speculative
-        assert torch.equal(plain, model.generate(ids, attention_mask=mask, generation_config=loaded))
-        assert model.last_speculation.method == "prompt_lookup"
-    model.generation_config = GenerationConfig(pad_token_id=0, speculative="prompt_lookup")
-    model.save_pretrained(tmp_path / "model")
-    reloaded = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
-    assert torch.equal(plain, reloaded.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False))
-    assert reloaded.last_speculation.method == "prompt_lookup"
 
 
 # ------------------------------------------------------------------------------------------------- images

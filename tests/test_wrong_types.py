@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,12 @@ import torch
 
 import zoo
 from drafters import random_block, random_head
-from hf_specdec import InvalidConfigError, SpeculativeGenerationMixin, UnsupportedGenerationError, training, viz
+from hf_specdec import InvalidConfigError, UnsupportedGenerationError, training, viz
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from trained import TALKS, arguments
-
-
-@pytest.fixture
-def model() -> Any:
-    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
 
 
 @pytest.mark.parametrize("make", [EagleDrafter, DFlashDrafter, MedusaDrafter, DraftModelDrafter])
