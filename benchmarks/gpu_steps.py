@@ -354,7 +354,7 @@ def calls(kit: Kit) -> None:
                 runner = state_of(model).programs["cuda_graph"].runner
                 kit.row(
                     rows=rows, prompt=length, new_tokens=count, seconds=time.perf_counter() - begin,
-                    captured=found[known:], moves=None if runner is None else runner._memory.moves,
+                    captured=found[known:], moves=None if runner is None else runner.moves,
                 )  # fmt: skip
     twice = {f"{what} {key}": times for (what, key), times in Counter(found).items() if times > 1}
     kit.row(captures=len(found), captured_more_than_once=twice)

@@ -197,7 +197,7 @@ class Hub:
     named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None}
 
     def list_models(self, *, limit: int, sort: str, filter: str = "", search: str = "") -> list[Any]:
-        assert (limit, sort) == (hub.MAX_FOUND, "downloads")
+        assert (limit, sort) == (200, "downloads")
         found = {f"base_model:{TARGET}": self.tagged}.get(filter, {}) | {"Model-8B": self.named}.get(search, {})
         return [SimpleNamespace(id=name, downloads=downloads) for name, downloads in found.items()]
 
