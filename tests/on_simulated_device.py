@@ -110,7 +110,7 @@ UPLOADED_PER_CALL = (
     "verification/target.py:prefill", "transformers_private.py:prefill", "verification/features.py:of",
     "verification/masks.py:of", "verification/cache.py:lengths_on", "acceptance/accepted.py:__init__",
     "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
-    "trees/growth.py:of", "elsewhere",
+    "trees/growth.py:of", "trees/growth.py:indices", "elsewhere",
 )  # fmt: skip
 """Where the host gives the device something and waits: once per call; steps upload from pinned memory."""
 
