@@ -427,12 +427,14 @@ def kept_library(patch: pytest.MonkeyPatch) -> Path:
 
 FILE_STATES: dict[str, Callable[[Any, Path], Any]] = {
     "truncated": lambda patch, path: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda patch, path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda patch, path: os.truncate(path, 0),
     "garbage": lambda patch, path: path.write_bytes(random(9999).numpy().tobytes()),
     "no functions": lambda patch, path: path.write_bytes(without_functions()),
     "a FIFO": lambda patch, path: (path.unlink(), os.mkfifo(path)),
     "a link": lambda patch, path: (path.rename(path.with_name("other")), path.symlink_to("other")),
     "of another user": lambda patch, path: os.chown(path, 12345, 12345),
+    "open to others": lambda patch, path: path.chmod(0o777),
     "open to the group": lambda patch, path: path.chmod(0o770),
 }
 DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
@@ -443,11 +445,24 @@ DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
         patch.delenv("XDG_CACHE_HOME"), patch.setattr(Path, "home", lambda: Path("~missing").expanduser())),
     "a linked directory": lambda patch, path: (
         path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("other")),
+    "a loose link": lambda patch, path: (
+        path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("nowhere")),
     "a directory of another user": lambda patch, path: patch.setattr(os, "geteuid", lambda: 12345),
     "a directory open to others": lambda patch, path: path.parent.chmod(0o777),
+    "read only": lambda patch, path: (path.unlink(), patch.setattr(library, "clear_partials", refuse_writing(path))),
     "no space to write": lambda patch, path: (path.unlink(), patch.setattr(os, "fsync", fails_once(os.fsync))),
     "no space to compile": lambda patch, path: patch.setenv("CXX", full_compiler(path)),
 }  # fmt: skip
+
+
+def refuse_writing(path: Path) -> Callable[..., None]:
+    """The effect of a read-only directory, in which root can write all the same."""
+
+    def refuse(folder: Path, _prefix: str) -> None:
+        if folder == path.parent:
+            raise OSError(30, "Read-only file system", str(folder))
+
+    return refuse
 
 
 def full_compiler(path: Path) -> str:

@@ -617,3 +617,45 @@ def test_a_tower_of_lists_in_the_config_of_a_block_head(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(deep)
         with pytest.raises(CheckpointFormatError):
             load_head(tmp_path)
+
+
+HOSTILE: list[Any] = [
+    None, "", "x", "1", -1, 0, 1, 7, 2**31, -(2**63), 2**70, 1.5, -1e300, True, False, [], [[]], {}, {"a": {"b": []}},
+    [1, "x"], [2**70] * 2, ["full_attention", 3], [None, None], ["sliding_attention", "sliding_attention"],
+]  # fmt: skip
+HOSTILE_FIELDS = (
+    "block_size", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window",
+    "dflash_config", "num_target_layers", "draft_vocab_size", "architectures", "vocab_size", "hidden_size",
+    "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    "sample_from_anchor", "sliding_window_non_causal", "aux_hidden_state_layer_ids", "is_neox_style", "is_causal",
+    "transformer_layer_config", "rope_parameters", "num_attention_heads", "head_dim", "logit_scale",
+    *(f"dflash_config.{name}" for name in ("mask_token_id", "target_layer_ids", "causal", "causal_head", "use_swa",
+                                           "swa_window_size", "block_size", "all_children", "projector_type")),
+    *(f"transformer_layer_config.{name}" for name in ("layer_types", "sliding_window", "use_sliding_window",
+                                                      "num_hidden_layers", "model_type", "rope_parameters")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    "dflash, windows", "speculators dspark",
+    *(pytest.param(name, marks=pytest.mark.exhaustive)
+      for name in ("jetspec", "deepspec, rnn", "speculators dflash, open windows")),
+])  # fmt: skip
+def test_hostile_configs_of_block_heads(name: str, tmp_path: Path) -> None:
+    """Each either raises an error of this package, or gives a head whose block can be run."""
+    example = EXAMPLES[name]
+    example.write(tmp_path)
+    target = layouts.target_for(num_layers(example))
+    for path in HOSTILE_FIELDS:
+        if "." in path and path.split(".")[0] not in example.config:
+            continue
+        for value in HOSTILE:
+            (tmp_path / "config.json").write_text(json.dumps(changed(example.config, {path: value})))
+            head, message = None, ""
+            try:
+                head = load_head(tmp_path)
+            except CheckpointFormatError as error:
+                message = str(error)
+            assert head is not None or 20 < len(message) < 3000, (path, value)
+            if head is not None and head.config.block_size <= 64 and head.config.vocab_size == layouts.V:
+                assert all(bool(part.isfinite().all()) for part in draft(head, target)), (path, value)

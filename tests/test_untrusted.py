@@ -42,7 +42,7 @@ from hf_specdec import (
 from hf_specdec.checkpoints.files import NotTensorsError, TorchFile, shard_names
 from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
+from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
 from hf_specdec.records import read_json
 from hf_specdec.training import Conversation, capture_features
 from trained import CLI
@@ -485,3 +485,72 @@ def test_two_at_once_are_one_and_a_refusal(saved: Path, tmp_path: Path) -> None:
     assert json.loads(third.stdout)["conversations"] == 30
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert not (tmp_path / "out" / ".distill.lock").exists()
+
+
+WIDE, WORDS, LONG = 2**18, 2**24, 2**31 - 1
+INTEGERS = {
+    "vocab_size": (1, WORDS), "hidden_size": (1, WIDE), "intermediate_size": (1, 4 * WIDE),
+    "num_hidden_layers": (1, 1), "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096),
+    "head_dim": (2, WIDE), "max_position_embeddings": (1, LONG), "num_draft_tokens": (1, 4096),
+    "pad_token_id": (0, WORDS),
+    "bos_token_id": (0, WORDS), "eos_token_id": (0, WORDS), "sliding_window": (1, LONG),
+    "draft_vocab_size": (1, WORDS), "num_steps": (1, 64), "top_k": (1, 1024), "target_hidden_size": (1, WIDE),
+}  # fmt: skip
+MEDUSAS = {"hidden_size": (1, WIDE), "vocab_size": (1, WORDS), "medusa_num_heads": (1, 128),
+           "medusa_num_layers": (1, 128), "draft_vocab_size": (1, WORDS)}  # fmt: skip
+NUMBERS = {
+    "rope_theta": (1e-3, 1e12), "factor": (1e-3, 1e6), "low_freq_factor": (1e-3, 1e6), "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3), "beta_fast": (1e-3, 1e6), "beta_slow": (1e-3, 1e6), "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3), "partial_rotary_factor": (1e-3, 1),
+}  # fmt: skip
+
+
+def test_the_bounds_of_a_field_are_in_and_what_is_beyond_is_not() -> None:
+    for rules, bounds in (
+        (EAGLE, {"num_hidden_layers": (1, 1)}),
+        (EAGLE3, {**INTEGERS, "num_hidden_layers": (1, 128)}),
+        (MEDUSA, MEDUSAS),
+        (THIRD_PARTY_LAYER, {"sliding_window": (1, LONG)}),
+        (ROTARY, {"original_max_position_embeddings": (1, LONG)}),
+    ):
+        for name, (least, most) in bounds.items():
+            for value, held in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
+                assert rules[name].holds(value) is held, (name, value)
+    layer = {"initializer_range": (0, 10), "rms_norm_eps": (1e-15, 1)}
+    for rules, bounds in (
+        (ROTARY, NUMBERS),
+        (EAGLE, layer),
+        (THIRD_PARTY_LAYER, {"rope_theta": NUMBERS["rope_theta"]}),
+    ):
+        for name, (least, most) in bounds.items():
+            assert rules[name].holds(least)
+            assert rules[name].holds(most)
+            assert not rules[name].holds(math.nextafter(least, -math.inf))
+            assert not rules[name].holds(math.nextafter(most, math.inf))
+
+
+def test_lists_trees_and_facts_have_a_longest() -> None:
+    chain = [[0] * depth for depth in range(1, 65)]
+    paths = [[rank, *more] for rank in range(1024) for more in ([], [0], [1], [2])]
+    for rules, name, fits, does_not in (
+        (EAGLE, "tree", "dynamic", "static"),
+        (EAGLE, "tree", chain, [*chain, [0] * 65]),
+        (EAGLE, "tree", [[1023]], [[1024]]),
+        (EAGLE, "tree", paths[:-1], paths),
+        (EAGLE, "tree", None, (0,)),
+        (EAGLE, "eos_token_id", [0] * 100, [0] * 101),
+        (EAGLE, "eos_token_id", [2**24], [2**24 + 1]),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0] * 128, [0] * 129),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [2**16], []),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0], [2**16 + 1]),
+        (THIRD_PARTY_LAYER, "layer_types", ["full_attention"], ["full_attention"] * 2),
+        (EAGLE, "recipe", {str(n): n for n in range(100)}, {str(n): n for n in range(101)}),
+        (EAGLE, "recipe", {"a": [1, None, "b", 2.5, True]}, {"a": [[1]]}),
+        (EAGLE, "recipe", {"a": [0] * 100}, {"a": [0] * 101}),
+        (EAGLE, "recipe", {"a": 1, "b": "x" * 500}, {"a": 1, "b": "x" * 501}),
+        (EAGLE, "recipe", {"a": 1, "x" * 500: 1}, {"a": 1, "x" * 501: 1}),
+        (EAGLE, "base_model_name_or_path", "x" * 500, 7),
+        (EAGLE, "rope_parameters", {"rope_type": "yarn", "factor": None}, {"rope_type": "linear", "kind": 1}),
+    ):
+        assert rules[name].holds(fits), (name, fits)
+        assert not rules[name].holds(does_not), (name, does_not)

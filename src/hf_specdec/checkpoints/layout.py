@@ -60,7 +60,7 @@ class Layout:
     unmarked_by: tuple[str, ...] = ()  # regular expressions that match none
 
     # ---- reading
-    # our config, see `_empty_head`; None: it is stored as it is
+    # our config, see `_empty_head`; None: it is stored unchanged
     settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = None
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout

@@ -69,7 +69,7 @@ def loaded_with_head(
 
 
 def short_name(place: str) -> str:
-    """Return the name of a directory without its path; a Hub id as it is."""
+    """Return the name of a directory without its path; a Hub id unchanged."""
     return Path(place).resolve().name if Path(place).is_dir() else place
 
 

@@ -44,7 +44,6 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import PromptPadding, token_positions
-from hf_specdec.verification.masks import committed_slots
 
 
 @register("dflash", heads=(DFlashHead,))
@@ -132,7 +131,7 @@ class BlockFunctions(HeadFunctions):
     def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
         """See `HeadFunctions`; block heads read no tokens, and a draft needs no output of the last entry."""
         positions = committed.first_positions + (valid.cumsum(-1) - 1).clamp(min=0)
-        return self._append(features, positions, committed.slots.cache(committed.lengths, 0, features.shape[1]))
+        return self._append(features, positions, committed.slots.cache(0, features.shape[1]))
 
     def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         device = self.head.device
@@ -146,15 +145,14 @@ class BlockFunctions(HeadFunctions):
         head, device, size = self.head, self.head.device, plan.num_entries
         numbers = torch.arange(size, dtype=torch.long, device=roots.device)
         tokens = torch.where(numbers == 0, roots[:, None], head.config.mask_token_id)
-        slots, lengths = committed.slots, committed.lengths
-        visible = committed_slots(lengths, slots.size, committed.padding)
         masks = [
-            slots.mask(lengths, seen, block).to(device) for seen, block in block_masks(head, visible, lengths, size)
+            committed.slots.mask(seen, block).to(device)
+            for seen, block in block_masks(head, committed.entries, committed.lengths, size)
         ]
         outputs = self.stages.read(
             self.embedding(tokens).to(device, head.dtype),
             (committed.first_positions + numbers).to(device),
-            slots.cache(lengths, 0, size),
+            committed.slots.cache(0, size),
             masks,
         )
         return grow_block(BlockOutputs(head, self.stages, roots, outputs), plan.shape, self.threshold)

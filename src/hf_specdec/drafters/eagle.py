@@ -52,7 +52,7 @@ DEFAULT_CHOICES: tuple[Choice, ...] = (
 class LayerDrafter(Drafter):
     """Base of the drafters that draft from features: with an EAGLE head, MTP modules or a block head.
 
-    `program` is how the head runs in compiled or captured form; None: as it is.
+    `program` is the compiled or captured form of the head; None: its own methods run.
     """
 
     head: Any
@@ -205,7 +205,7 @@ class LayerFunctions(HeadFunctions):
         if self.window is not None:
             visible = visible & (places[:, :, None] - places[:, None] < self.window)
         mask = committed.mask(places, visible, self.window)
-        cache = committed.slots.cache(committed.lengths, 0, width)
+        cache = committed.slots.cache(0, width)
         outputs = self._run(tokens, self._fuse(features), committed.first_positions + after, cache, mask)
         last = torch.where(valid, columns, 0).amax(-1)[:, None, None]
         return outputs.gather(1, last.expand(-1, -1, outputs.shape[-1]))
@@ -220,7 +220,7 @@ class LayerFunctions(HeadFunctions):
             places = (lengths[:, None] + (depth - 1)).expand(-1, count)
             mask = committed.mask(places, seen, self.window)
             index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
-            hidden, cache = above.features.gather(1, index), slots.cache(lengths, appended - count, count)
+            hidden, cache = above.features.gather(1, index), slots.cache(appended - count, count)
             positions = (first + (depth - 1)).expand(-1, count)
             return self.score(self._run(tokens, hidden, positions, cache, mask), top_k)
 

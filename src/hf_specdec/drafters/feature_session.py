@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hf_specdec.verification.graphs import (
     CAPTURED_WIDTHS,
     Appended,
     Bucket,
+    BucketSlots,
     Graphed,
     Input,
     KeptMemory,
@@ -125,7 +127,7 @@ class DraftPlan:
         return isinstance(self.shape, Budget) and self.shape.min_level_probability > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Committed:
     """The committed entries of a head's cache, and the slots behind them to which new entries are appended."""
 
@@ -138,17 +140,19 @@ class Committed:
         """Position `[B, 1]` of the first entry behind them."""
         return (self.lengths if self.padding is None else self.lengths - self.padding.counts)[:, None]
 
+    @cached_property
+    def entries(self) -> Tensor:
+        """`[B, size]` bool, the slots that hold an entry; the padding of a prompt comes with its entries."""
+        size = self.slots.size
+        return committed_slots(self.lengths, size, self.padding if size else None)
+
     def mask(self, places: Tensor, visible: Tensor, window: int | None) -> Tensor:
         """Return which entries new ones at `places` `[B, T]` of their rows see; `visible`: which new ones they see."""
-        size = self.slots.size
-        if size == 0:  # behind no prompt
-            seen = torch.zeros(*places.shape, 0, dtype=torch.bool, device=places.device)
-        else:
-            seen = committed_slots(self.lengths, size, self.padding)[:, None].expand(-1, places.shape[1], -1)
-        if window is not None and size:
-            columns = torch.arange(size, dtype=torch.long, device=places.device)
+        seen = self.entries[:, None].expand(-1, places.shape[1], -1)
+        if window is not None:
+            columns = torch.arange(self.slots.size, dtype=torch.long, device=places.device)
             seen = seen & (places[:, :, None] - columns < window)
-        return self.slots.mask(self.lengths, seen, visible)
+        return self.slots.mask(seen, visible)
 
 
 class HeadFunctions(ABC):
@@ -203,7 +207,7 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class HeadProgram:
-    """How a drafter's head runs, if not as it is."""
+    """How a drafter's head runs in compiled or captured form."""
 
     stages: Stages
     graphs: DraftGraphs | None  # None if the device has none
@@ -368,9 +372,11 @@ class FeatureSession(LaunchingSession):
         ) -> Sequence[Tensor]:
             before, accepted = _captured(bucket, *committed), path >= 0
             last = functions.read(before, _at_path(states, path), tokens.clamp(min=0), accepted)
-            bucket.compact(before.lengths, accepted)
+            assert isinstance(before.slots, BucketSlots)
+            before.slots.compact(before.lengths, accepted)
             lengths = before.lengths + accepted.sum(-1)
-            outputs = _outputs(functions.draft(replace(before, lengths=lengths), roots, last, plan))
+            after = Committed(bucket.behind(lengths), lengths, before.padding)
+            outputs = _outputs(functions.draft(after, roots, last, plan))
             # one copy takes the features and the log-probabilities along; the conversion is exact
             wide = torch.promote_types(last.dtype, outputs[-1].dtype)
             return [*outputs, lengths, last.to(wide)]
@@ -401,7 +407,7 @@ class FeatureSession(LaunchingSession):
         """Make room for new entries, and return where a graph appends them."""
         end = self._cache.start + num_entries
         self._cache.store.make_room(end)
-        return Bucket(self._cache, min(bucket_of(end), self._cache.capacity))
+        return Bucket(self._cache, min(bucket_of(end), self._cache.capacity), num_entries)
 
     def _committed(self) -> Committed:
         return Committed(Appended(self._cache), self._lengths, self._padding)
@@ -422,7 +428,7 @@ class FeatureSession(LaunchingSession):
 
 
 def _captured(bucket: Bucket, lengths: Tensor, valid: Tensor, counts: Tensor) -> Committed:
-    return Committed(bucket, lengths, PromptPadding(valid, counts, counts))
+    return Committed(bucket.behind(lengths), lengths, PromptPadding(valid, counts, counts))
 
 
 def _at_path(states: Tensor, path: Tensor) -> Tensor:

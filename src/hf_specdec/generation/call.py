@@ -83,7 +83,7 @@ class Request:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         """Return what all arguments of `generate()` ask for; an assistant is removed from `kwargs`.
 
-        A `Request` is returned as it is: a model whose own `generate()` calls this one again passes it on.
+        A `Request` is returned unchanged: a model whose own `generate()` calls this one again passes it on.
         """
         if isinstance(kwargs["speculative"], Request):
             return kwargs["speculative"]

@@ -1,4 +1,4 @@
-"""What a call may not combine: one table for each moment at which transformers' `generate()` tells more about it.
+"""The refusals of a call, in one table for each stage of transformers' `generate()`.
 
 All refusals come before any work and name the value, the reason and a way out. Behind these checks the arguments of a
 call are only asserted. Nothing here has side effects, except that hooks left behind by PEFT are removed.

@@ -279,8 +279,8 @@ class _LayerOutputs:
 def _traced(step: Step, method: str, begin: float) -> TracedStep:
     """Return a step's trees, probabilities and emitted tokens, copied to the host in several transfers.
 
-    Calls without a trace avoid these transfers. The method is the source of nodes without one; the step begins so many
-    seconds after the start of the decoding loop (after the prefill).
+    Calls without a trace avoid these transfers. `method` is the source of nodes without one; `begin` counts seconds
+    from the start of the decoding loop (after the prefill).
     """
     draft, logits, acceptance = step.draft, step.verification.logits, step.acceptance
     tokens, parents = draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)

@@ -72,7 +72,7 @@ class GraphForward(KeptMemory, Runner):
         valid, left, offsets = constants
         logits, *states = self._graphed(
             (rows, width, bucket),
-            self._function(inputs.layout, Bucket(cache, bucket)),
+            self._function(inputs.layout, Bucket(cache, bucket, width)),
             Input(inputs.tree.tokens, width),
             Input(inputs.tree.parents.expand(rows, -1), width, ROOT_PARENT),
             Input(inputs.lengths),
@@ -96,12 +96,10 @@ class GraphForward(KeptMemory, Runner):
             tokens: Tensor, parents: Tensor, lengths: Tensor, valid: Tensor, left: Tensor, offsets: Tensor,
             ceiling: Tensor,
         ) -> Sequence[Tensor]:  # fmt: skip
-            width = tokens.shape[1]
-            slots = lengths.amax() + torch.arange(width, dtype=torch.long, device=lengths.device)
-            ancestors = TokenTree(tokens, parents).ancestor_mask()
-            masks = bucket_masks(layout, ancestors, lengths, slots, valid, left)
+            slots, ancestors = bucket.behind(lengths), TokenTree(tokens, parents).ancestor_mask()
+            masks = bucket_masks(layout, ancestors, lengths, slots.free, valid, left)
             positions = ((offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=ceiling)
-            logits, states = inner(tokens, positions, AttentionContext(masks), bucket.cache(lengths, 0, width))
+            logits, states = inner(tokens, positions, AttentionContext(masks), slots.cache(0, tokens.shape[1]))
             return [logits, *(states[layer] for layer in sorted(inner.layers))]
 
         return verify

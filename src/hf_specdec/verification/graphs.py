@@ -322,14 +322,11 @@ class Appended:
         """Slots before the new entries."""
         return self._cache.start
 
-    def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
-        """Return the cache for a forward over `count` entries, after `before` others since the last commit.
-
-        `lengths` `[B]` are the committed entries of each row.
-        """
+    def cache(self, before: int, count: int) -> Cache:
+        """Return the cache for a forward over `count` entries, after `before` others since the last commit."""
         return self._cache
 
-    def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
+    def mask(self, committed: Tensor, seen: Tensor) -> Tensor:
         """Return the mask `[B, 1, T, S]` of T new entries over all slots.
 
         Bool `committed` `[B, T, size]` are the committed entries that each new one sees, `seen` `[B, T, A]` those of
@@ -339,38 +336,53 @@ class Appended:
 
 
 class Bucket:
-    """Where new entries go inside a graph: behind the longest row; `size` slots are attended to. See `Appended`.
+    """A fixed number of slots that a graph attends to; new entries go behind the longest row.
 
     Args:
         cache: A cache whose memory exists; only its memory is kept.
         size: Number of slots.
+        room: Maximum number of entries that one graph appends behind the same committed ones.
     """
 
-    def __init__(self, cache: TreeCache, size: int) -> None:
-        self._shares, self.size = [layer.share for layer in cache.layers], size
+    def __init__(self, cache: TreeCache, size: int, room: int) -> None:
+        self.shares, self.size, self._room = [layer.share for layer in cache.layers], size, room
 
-    def cache(self, lengths: Tensor, before: int, count: int) -> Cache:
+    def behind(self, lengths: Tensor) -> BucketSlots:
+        """Return the slots behind rows with `lengths` `[B]` committed entries."""
+        free = lengths.amax() + torch.arange(self._room, dtype=torch.long, device=lengths.device)
+        return BucketSlots(self.shares, self.size, free)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlots:
+    """Where new entries go inside a graph: to `free` `[room]` slots behind the longest row. See `Appended`."""
+
+    shares: Sequence[Share | None]
+    size: int
+    free: Tensor
+
+    def cache(self, before: int, count: int) -> Cache:
         """See `Appended.cache`."""
-        slots = lengths.amax() + torch.arange(before, before + count, dtype=torch.long, device=lengths.device)
-        return Cache(layers=[_BucketLayer(share, slots, self.size) for share in self._shares])
+        slots = self.free[before : before + count]
+        return Cache(layers=[_BucketLayer(share, slots, self.size) for share in self.shares])
 
-    def mask(self, lengths: Tensor, committed: Tensor, seen: Tensor) -> Tensor:
+    def mask(self, committed: Tensor, seen: Tensor) -> Tensor:
         """See `Appended.mask`."""
-        slots = lengths.amax() + torch.arange(seen.shape[-1], dtype=torch.long, device=lengths.device)
+        slots = self.free[: seen.shape[-1]]
         return committed.index_copy(2, slots, seen.expand(len(committed), -1, -1))[:, None]
 
     def compact(self, lengths: Tensor, accepted: Tensor) -> None:
         """Move the accepted `[B, P]` of P appended entries next to those before them; they come first in each row."""
         if len(lengths) == 1:
             return  # a single row has no gaps to close
-        offsets = torch.arange(accepted.shape[1], dtype=torch.long, device=lengths.device)
-        targets = lengths[:, None] + offsets
-        sources = torch.where(accepted, lengths.amax() + offsets, targets)
+        width = accepted.shape[1]
+        targets = lengths[:, None] + torch.arange(width, dtype=torch.long, device=lengths.device)
+        sources = torch.where(accepted, self.free[:width], targets)
         rows = torch.arange(len(lengths), dtype=torch.long, device=lengths.device)[:, None]
-        for share in self._shares:
+        for share in self.shares:
             assert share is not None
             for states in (share.keys.transpose(1, 2), share.values.transpose(1, 2)):
                 states[rows, targets] = states[rows, sources]
 
 
-Slots = Appended | Bucket
+Slots = Appended | BucketSlots

@@ -1,4 +1,4 @@
-"""Where the tokens of a forward stand and what they see: masks, positions, length bounds.
+"""Position ids, attention masks and length bounds of a forward.
 
 A node attends to the committed tokens of its row, its ancestors and itself; sliding-window and chunked layers attend
 to fewer. transformers measures windows in *slots*: a node counts as being in the slot that it would have in plain
