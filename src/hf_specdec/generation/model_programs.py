@@ -19,7 +19,6 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.captured import CapturedGreedy, GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -229,7 +228,7 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
     order = sorted(runner.layers)
-    with target.tapped(order), decode_optimizations(model):
+    with target.tapped(order):
         target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
