@@ -213,7 +213,7 @@ class HeadSchedule:
     Args:
         num_steps: The head's depth.
         full_depth_only: Whether the full depth is the only option, because the head stops at unlikely levels
-            (`Budget.min_level_probability`) or because every depth needs a graph; otherwise 1, 2, 4, ... levels are, too.
+            (`Budget.min_level_probability`) or because every depth is a graph; otherwise 1, 2, 4, ... levels are, too.
     """
 
     def __init__(self, num_steps: int, *, full_depth_only: bool = False) -> None:
