@@ -19,8 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
 from hf_specdec.errors import CacheCapacityError
+from hf_specdec.fusion.patterns import lift_weights
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
 
