@@ -270,7 +270,7 @@ def test_kept_memory_has_room_for_the_padding_of_the_last_tree() -> None:
     moves = kept.moves
     cache.store.make_room(100 + MOST_PADDED)
     assert kept.moves == moves
-    assert MOST_PADDED == 15  # 33 nodes are padded to 48
+    assert MOST_PADDED == 31  # 33 nodes are padded to 64
 
 
 def test_kept_memory_shows_nothing_of_an_earlier_call() -> None:

@@ -28,8 +28,10 @@ from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, no
 
 logger = logging.getLogger(__name__)
 
-CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""Nodes per row of captured steps. A tree is padded to the next width; trees above the last run without a graph."""
+CAPTURED_WIDTHS = (1, 8, 16, 32, 64)
+"""Nodes per row of captured forwards. A tree is padded to the next width, trees above the last run without a graph.
+Few, because every width is a graph, and on a GPU a step takes about as long for 2 or 4 nodes as for 8. Steps with few
+operations (acceptance, what drafters learn from a step) have the last width alone."""
 MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) - 1
 """Maximum number of padding nodes of a tree, which also occupy cache slots."""
 CAPTURE_AFTER = 2
@@ -142,7 +144,6 @@ class Graphed:
                 self._moves = moves
             shape = self._shapes.pop(key, None)
             if shape is None:
-                note_one_time_work()
                 shape = _Shape(function, inputs, self._outputs)
             self._shapes[key] = shape
             if len(self._shapes) > KEPT_SHAPES:
@@ -156,8 +157,11 @@ class Graphed:
         if shape.replay is not None:
             shape.replay()
             return
+        may_capture = not shape.refused and self._failures < MAX_FAILURES
+        if shape.times == 1 or (may_capture and shape.times > 0):
+            note_one_time_work()  # a run without a graph takes 10 to 30 times as long as the replays to come
         shape.run()
-        if shape.times > CAPTURE_AFTER and not shape.refused and self._failures < MAX_FAILURES:
+        if shape.times > CAPTURE_AFTER and may_capture:
             try:
                 shape.replay = self._capture(shape)
                 self._failures = 0
@@ -184,7 +188,6 @@ class Graphed:
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
     def _capture(self, shape: _Shape) -> Callable[[], None]:
-        note_one_time_work()
         with CapturableOnly():
             shape.run()
         replay = self._backend.capture(shape.run)
