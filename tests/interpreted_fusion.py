@@ -6,23 +6,22 @@ devices round to the nearest: here it rounds as they do.
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import zoo
+from fusing import attached, fusing, runners_of, verified
 from hf_specdec.fusion import fused, triton_kernels
-from hf_specdec.fusion.fused import FUSED_DTYPES, FUSING_DEVICES
-from hf_specdec.generation import model_programs
-from hf_specdec.generation.state import current_facts
+from hf_specdec.fusion.fused import FUSED_DTYPES
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # to infinity, as meant
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +56,18 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     """Contiguous and equal; in float32 up to a few roundings, in half precision except for a rare near tie."""
     assert found.is_contiguous()
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    torch.testing.assert_close(found, expected, **({} if found.dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}))
-    if found.dtype != torch.float32:
-        assert (found == expected).float().mean() > 0.995
+    half = found.dtype != torch.float32
+    torch.testing.assert_close(found, expected, **({"atol": 0.02, "rtol": 0.02} if half else {}))
+    if half:
+        assert ((found - expected).abs() > 1e-6).float().mean() < 0.005
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("size", [1, 37, 130, 4096])
+@pytest.mark.parametrize("size", [1, 37, 300])
 def test_norms(dtype: torch.dtype, size: int, early: bool) -> None:
-    rows, heads, wide = numbers(3, 7, size, dtype=dtype), numbers(2, 5, 3, size, dtype=dtype), numbers(4, 2 * size)
-    inputs = rows, rows[0], heads.transpose(1, 2), numbers(1, 2, 1, 3, size, dtype=dtype), wide.to(dtype)[:, ::2]
-    weights = (numbers(size, dtype=dtype), 0.0), (numbers(size), 0.0), (numbers(size, dtype=dtype), 1.0)
-    for x, (weight, offset) in itertools.product(inputs[: 5 if size < 4096 else 1], weights):
+    heads, wide = numbers(2, 2, 3, size, dtype=dtype), numbers(4, 2 * size, dtype=dtype)
+    inputs = heads[0], heads.transpose(1, 2), numbers(1, 2, 1, 1, 3, size, dtype=dtype), wide[:, ::2], wide[0, :size]
+    for x, (weight, offset) in itertools.product(inputs, ((numbers(size), 0.0), (numbers(size, dtype=dtype), 1.0))):
         options = weight, 1e-5, early, offset
         assert_equal(triton_kernels.launch_rms_norm(x, *options), fused._norm(x, *options))
         residual = numbers(*x.shape, dtype=dtype)
@@ -79,9 +78,7 @@ def test_norms(dtype: torch.dtype, size: int, early: bool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "shared", "size", "value_size"), [(4, 2, 10, 7), (3, 1, 64, 64), (2, 2, 2, 1)])
-def test_rotary_embedding_and_append(
-    dtype: torch.dtype, heads: int, shared: int, size: int, value_size: int
-) -> None:
+def test_rotary_embedding_and_append(dtype: torch.dtype, heads: int, shared: int, size: int, value_size: int) -> None:
     """Keys and values go to slots out of order; all other slots stay as they are."""
     joined = numbers(2, 5, heads + shared, size + 3, dtype=dtype)[..., 3:].transpose(1, 2)
     query, key = joined[:, :heads], joined[:, heads:]
@@ -89,8 +86,7 @@ def test_rotary_embedding_and_append(
     slots = torch.tensor([3, 4, 9, 5, 11], device=DEVICE)
     for rows in (1, 2):
         tables = numbers(2, rows, 5, size, dtype=dtype)
-        for x in (query, strided):
-            assert_equal(triton_kernels.launch_rotary(x, *tables), fused._rotate(x, *tables))
+        assert_equal(triton_kernels.launch_rotary(strided, *tables), fused._rotate(strided, *tables))
         memory = numbers(3, shared, 13, size, dtype=dtype)[1:], numbers(2, shared, 13, value_size, dtype=dtype)
         found, wanted = ([one.clone() for one in memory] for _ in range(2))
         rotated = triton_kernels.launch_rotate_and_append(query, key, value, *tables, *found, slots)
@@ -124,7 +120,23 @@ def test_nothing_is_launched_for_no_rows(dtype: torch.dtype) -> None:
     assert triton_kernels.launch_rotary(none[None], none, none).shape == (1, 0, 3, 8)
 
 
-@pytest.fixture
-def on_this_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """The operations of this device are the Triton kernels; what was launched is counted."""
-    ...
+@pytest.mark.skipif(GPU, reason="on a GPU, test_gpu.py has forwards with these kernels")
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("gemma3_text", torch.bfloat16)])
+def test_a_forward_of_triton_kernels_is_the_models_own(name: str, dtype: torch.dtype) -> None:
+    launched, library = Counter[str](), torch.library.Library("hf_specdec_fused", "IMPL")
+
+    def launch(kind: str, *arguments: Any) -> Any:
+        launched[kind] += 1
+        return fused._launch(kind, *arguments)
+
+    with fusing() as found:
+        model = attached(name, dtype)
+        own, chosen = runners_of(model)
+        for kind in fused._OPERATIONS:
+            library.impl(kind, functools.partial(launch, kind), "CPU")
+        results = [verified(model, runner, 2, [-1, *range(9)]) for runner in (own, chosen)]
+    appended = {"rotate_and_append": found[0].pop("rotated_attention")}
+    assert launched == found[0] + Counter(appended)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).norm() / one.norm()) < tolerance
