@@ -19,7 +19,6 @@ from hf_specdec.cpu import operations
 from hf_specdec.fusion.fused import FUSING_DEVICES
 from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_facts
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification import programs
 from hf_specdec.verification.captured import GraphForward
@@ -68,7 +67,7 @@ def verified(model: Any, runner: Any, rows: int, parents: list[int]) -> list[tor
     tree = TokenTree(torch.arange(rows * len(parents)).view(rows, -1) % 90, torch.tensor(parents))
     target: Any = current_facts(model).new_target(model, 64, len(parents), runner=runner)
     ids, mask = prompts(rows)
-    with target.tapped([1]), decode_optimizations(model):
+    with target.tapped([1]):
         target.prefill(ids, GenerationConfig(), first_inputs(model, mask, target.cache))
         found = target.verify(tree)
     return [found.logits, found.features.of([1])]

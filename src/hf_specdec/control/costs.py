@@ -19,7 +19,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.heads.head import DraftHead
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.memory import ANSWER_SLOTS
 from hf_specdec.verification.model import cache_argument, execution_device, lm_head_rows, text_config
@@ -101,10 +100,9 @@ def time_forwards(
         nodes = torch.arange(size, device=device)
         parents = (nodes - 1).div(2, rounding_mode="floor") if facts.supports_trees else nodes - 1
         trees[size] = TokenTree(ids[:, context : context + size], parents)
-    with decode_optimizations(model):  # as generation runs it
-        return _seconds_by_size(
-            lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
-        )
+    return _seconds_by_size(
+        lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
+    )
 
 
 @torch.no_grad()

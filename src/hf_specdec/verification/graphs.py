@@ -220,22 +220,39 @@ class _Shape:
         self.times, self.refused = 0, False
         self.replay: Callable[[], None] | None = None
         device = next(value.device for value in (given.value for given in inputs) if isinstance(value, Tensor))
-        self._buffers = []
+        self._buffers: list[Tensor] = []
+        # integers of a row, or without padding, lie side by side: one launch fills them; and what pads each of them
+        self._joined, self._pads = torch.empty(0), dict[int, Tensor]()
         with persistent_tensors():
-            for given in inputs:
+            for index, given in enumerate(inputs):
+                buffer = torch.zeros((), dtype=torch.long, device=device)
                 if isinstance(given.value, Tensor):
                     sizes = list(given.value.shape)
                     if given.width is not None:
                         sizes[1] = given.width
                     buffer = torch.full(sizes, given.fill, dtype=given.value.dtype, device=device)
-                else:
-                    buffer = torch.zeros((), dtype=torch.long, device=device)
+                    is_whole = given.width is None or len(buffer) == 1
+                    if is_whole and buffer.dtype == torch.long and not given.is_constant:
+                        self._pads[index] = buffer.flatten()
                 self._buffers.append(buffer)
+            if self._pads:
+                self._joined = torch.cat([*self._pads.values()])
+                parts = self._joined.split([pad.numel() for pad in self._pads.values()])
+                for index, part in zip(self._pads, parts, strict=True):
+                    self._buffers[index] = part.view(self._buffers[index].shape)
 
     def fill(self, inputs: Sequence[Input]) -> None:
         """Copy the inputs into the buffers."""
+        if self._pads:
+            parts = list[Tensor]()
+            for index, pad in self._pads.items():
+                value: Any = inputs[index].value
+                parts += [value.to(pad.device).flatten(), pad[value.numel() :]]
+            torch.cat(parts, out=self._joined)
         for index, (given, buffer) in enumerate(zip(inputs, self._buffers, strict=True)):
             value = given.value
+            if index in self._pads:
+                continue
             if isinstance(value, int):
                 if self._last[index] != value:
                     buffer.fill_(value)
