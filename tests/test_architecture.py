@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 LAYERS = (
-    "errors records atomic host_sync transformers_private validation config",
+    "errors records atomic host_sync randomness transformers_private validation config",
     "trees reporting cpu",
     "acceptance heads verification",
     "control checkpoints drafters",
@@ -45,12 +45,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1019, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1078, "cpu": 1352,
-    "drafters": 5915, "generation": 3052, "heads": 2773, "reporting": 375, "training": 4242, "trees": 681,
-    "verification": 4399, "viz": 996,
+    "acceptance": 1023, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1078, "cpu": 1352,
+    "drafters": 5929, "generation": 3052, "heads": 2773, "reporting": 375, "training": 4242, "trees": 681,
+    "verification": 4506, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1367
+MAX_LINES_AT_THE_TOP = 1394
 MAX_CLOSURE = 2305
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 from torch.utils import backend_registration
 
 from benchmark_script import BENCHMARKS, script
+from runs_again import RunsAgain
 
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator: run the script")
 SIZES = {
@@ -201,16 +202,6 @@ class InTurn:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-
-class RunsAgain:
-    """A graph backend for a device without graphs: a replay is the function itself."""
-
-    def __init__(self, _device: torch.device) -> None:
-        pass
-
-    def capture(self, run: Any) -> Any:
-        return run
 
 
 @pytest.fixture
@@ -421,7 +412,7 @@ def on_simulated_device(folder: Path) -> None:
     from simulated_device import Graph, move, simulation
 
     class SimGraphBackend(RunsAgain):
-        def capture(self, run: Any) -> Any:
+        def _capture(self, run: Any) -> Any:
             graph = Graph()
             with graph.capture():
                 run()
