@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import logging
 import pickle
 import random
@@ -14,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import drafters
 import zoo
-from benchmark_script import BENCHMARKS, script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.control.costs import StepCosts
@@ -878,16 +874,3 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     for length, bucket in enumerate(found, start=1):
         assert length <= bucket < max(1.5 * length + 1, 257)
     assert CAPTURE_AFTER == 2
-
-
-def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    items = script("gpu_items")
-    monkeypatch.setattr(items, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
-    monkeypatch.setattr(items, "ARCHITECTURES", ("llama", "falcon", "nothing"))
-    monkeypatch.setattr(items.Kit, "device", torch.device("sim"))
-    items.capture(items.Kit("capture", SimpleNamespace(json=tmp_path / "rows.jsonl")))
-    llama, falcon, nothing = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert (llama["distance"], llama["captured"]) == (0.0, True)
-    assert "refused" in falcon
-    assert "failed" in nothing

@@ -46,8 +46,6 @@ def test_the_signatures_of_the_extended_methods() -> None:
 
 def test_generation() -> None:
     model = zoo.build("llama")
-    with private.decode_optimizations(model):
-        pass
     assert private.has_unfinished(model, False, False, torch.device("cpu"))
     assert not private.has_unfinished(model, True, False, torch.device("cpu"))
     config = GenerationConfig(pad_token_id=7)
@@ -92,6 +90,12 @@ def test_models_and_configs() -> None:
     private.set_attention_name(config, "eager")
     assert private.attention_name(config) == "eager"
     private.set_attention_name(config, before)
+    assert private.experts_name(config) == "eager"
+    experts = zoo.build("qwen3_moe")
+    assert private.experts_name(experts.config) == experts.get_experts_implementation()[""] == "grouped_mm"
+    private.set_experts_name(experts.config, "batched_mm")
+    assert experts.get_experts_implementation()[""] == "batched_mm"
+    private.set_experts_name(experts.config, "grouped_mm")
     name = private.model_name(config)
     private.set_model_name(config, "org/model")
     assert private.model_name(config) == config.name_or_path == "org/model"

@@ -19,7 +19,6 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.captured import CapturedGreedy, GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -28,7 +27,7 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
-from hf_specdec.verification.trials import first_inputs, is_random
+from hf_specdec.verification.trials import allowed_distance, first_inputs, is_random
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +218,7 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
-    tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
+    tolerance = allowed_distance(model.dtype, execution_device(model), EXACT, MAX_TOLERANCE)
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
     widest = max(map(len, TEST_TREES))
     size = TEST_PROMPT_LENGTH + widest
@@ -229,7 +228,7 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
     order = sorted(runner.layers)
-    with target.tapped(order), decode_optimizations(model):
+    with target.tapped(order):
         target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]

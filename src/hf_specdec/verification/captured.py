@@ -33,6 +33,8 @@ class GraphForward(KeptMemory, Runner):
         backend: Graph backend of the model's device.
     """
 
+    widths = CAPTURED_WIDTHS
+
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
         super().__init__(backend)
         self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
@@ -136,7 +138,7 @@ class CapturedGreedy:
         on_device = transcript.decides_on(logits.device) and not transcript.processes_scores
         if not on_device or num_nodes > CAPTURED_WIDTHS[-1]:
             return greedy(tree, logits, transcript)
-        account, width = transcript.account_on(logits.device), width_for(num_nodes)
+        account, width = transcript.account_on(logits.device), CAPTURED_WIDTHS[-1]  # of any width: one graph
         ends, eos = account.ends, account.eos
 
         def accept(tokens: Tensor, parents: Tensor, choices: Tensor, remaining: Tensor) -> Sequence[Tensor]:
