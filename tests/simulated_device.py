@@ -5,24 +5,32 @@
   copies to it from memory that is not pinned, which CUDA waits for as well, in `uploads`.
 * `launches` counts what is started on the device outside of graphs, by place; a replay is one launch.
 * A `Graph` captures the operations of a block and replays them on the same memory without the block's Python, as a
-  CUDA graph does; while it captures, reading the device and copying from the host raise. `poison` overwrites the
-  memory that a graph allocated, as another graph of its pool may.
+  CUDA graph does; while it captures, reading the device and copying from the host raise, as do random numbers in
+  other threads, and the capture may be invalidated (`invalidate`). `poison` overwrites the memory that a graph
+  allocated, as another graph of its pool may.
+* In a block of `use_stream`, operations wait only for those of the same stream, and for what events, and reads of the
+  device, order before them: `races` notes down whatever touches memory that another stream may still write or read.
+* Of several values that `index_put_` writes to one place, the first stays: on a device any may.
 
-What it cannot do: it says nothing about speed, has one stream, captures for one thread, and attention kernels are the
-CPU's. After the idea of `../shared/tools/simulated_device.py`.
+What it cannot do: it says nothing about speed, and attention kernels are the CPU's. After the idea of
+`../shared/tools/simulated_device.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -30,8 +38,77 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("sim")
 SIM = torch.device("sim:0")
 _module: Any = torch.get_device_module("sim")
-_module.default_generators = [torch.default_generator]
-_module.synchronize = lambda _device=None: None
+_module.get_device_properties = lambda _device=None: SimpleNamespace(total_memory=2**30)
+
+Clock = dict[int, int]
+"""How many operations of each stream are known to be over."""
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    for number, count in other.items():
+        clock[number] = max(clock.get(number, 0), count)
+
+
+class Stream:
+    """A queue of the device. The default one is not followed: it orders itself with all others."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number, self.clock = next(self._numbers), Clock()
+
+    def wait_event(self, event: Event) -> None:
+        merge(self.clock, event.clock)
+
+
+class _Current(threading.local):
+    stream: Stream | None = None
+
+
+DEFAULT = Stream()
+_current = _Current()
+_over = Clock()  # what the host has waited for
+_uses: dict[int, tuple[StorageWeakRef, Clock, Clock]] = {}
+"""Of each storage, the last write and the last reads by stream; the reference keeps its number from being reused."""
+races: list[tuple[str, str]] = []
+"""Operation and place of all uses of memory that another stream may still write, or read while this one writes it."""
+recorded: set[tuple[int, int]] = set()
+"""Storage and stream of each `record_stream`."""
+
+
+@contextmanager
+def use_stream(stream: Stream) -> Iterator[None]:
+    """Launch this thread's operations on the stream."""
+    _current.stream = stream
+    try:
+        yield
+    finally:
+        _current.stream = None
+
+
+def note_use(name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+    """An operation of the current stream touches memory."""
+    stream = current_stream()
+    count = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+    for tensors, writes in ((read, False), (written, True)):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            _, last_write, last_reads = _uses.setdefault(
+                storage._cdata, (StorageWeakRef(storage), Clock(), Clock())
+            )  # fmt: skip
+            for before in (last_write, last_reads) if writes else (last_write,):
+                if any(at > max(stream.clock.get(other, 0), _over.get(other, 0)) for other, at in before.items()):
+                    races.append((name, place_of_call()))
+            if writes:
+                last_write.clear()
+            (last_write if writes else last_reads)[stream.number] = count
+
+
+def synchronize(_device: Any = None) -> None:
+    """The host waits for all streams."""
+    for _, last_write, last_reads in _uses.values():
+        merge(_over, last_write)
+        merge(_over, last_reads)
 
 
 class Event:
@@ -39,12 +116,14 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._recorded_at = 0.0
+        self.clock = Clock()
 
-    def record(self) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         self._recorded_at = time.perf_counter()
+        self.clock = dict((stream or current_stream()).clock)
 
     def synchronize(self) -> None:
-        note_read("synchronize")
+        note_read("synchronize", self.clock)
 
     def query(self) -> bool:
         return True
@@ -53,7 +132,20 @@ class Event:
         return 1000 * (end._recorded_at - self._recorded_at)
 
 
-_module.Event = Event
+def current_stream(_device: Any = None) -> Stream:
+    return _current.stream or DEFAULT
+
+
+class Generator:
+    """The CPU's generator, whose state cannot be touched while another thread captures."""
+
+    def __getattr__(self, name: str) -> Any:
+        check_generator()
+        return getattr(torch.default_generator, name)
+
+
+_module.Event, _module.Stream, _module.current_stream, _module.synchronize = Event, Stream, current_stream, synchronize
+_module.default_generators = [Generator()]
 _module.get_rng_state = lambda _device=None: torch.get_rng_state()
 _module.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
 
@@ -94,7 +186,8 @@ VIEWS = frozenset({
     "unsafe_split", "chunk", "reshape",
 })  # fmt: skip
 """Operations that start nothing."""
-_capturing: list[Graph] = []
+RANDOM = frozenset({"multinomial", "rand", "randn", "uniform_", "normal_", "exponential_", "bernoulli_"})
+_capturing: list[Graph] = []  # of all threads
 _pinned: WeakTensorSet = WeakTensorSet()
 
 
@@ -108,16 +201,34 @@ def place_of_call() -> str:
     return "elsewhere"
 
 
-def note_read(name: str) -> None:
-    """The host waits for the device here."""
-    if _capturing:
+def captures_here() -> list[Graph]:
+    """The graphs that this thread captures."""
+    return [graph for graph in _capturing if graph.thread == threading.get_ident()]
+
+
+def check_generator() -> None:
+    """Torch up to 2.11 refuses to draw, or to give a generator's state, while another thread captures."""
+    if _capturing and not captures_here():
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+
+def invalidate(*_of_collector: Any) -> None:
+    """What this thread captures becomes invalid: it ends in an error, as do further operations. See `gc.callbacks`."""
+    for graph in captures_here():
+        graph.is_valid = False
+
+
+def note_read(name: str, clock: Clock | None = None) -> None:
+    """The host waits here for the device, or for the operations of a clock."""
+    if captures_here():
         raise RuntimeError(f"{name} reads the device while a graph is captured")
+    merge(_over, current_stream().clock if clock is None else clock)
     reads.append((name, place_of_call()))
 
 
 def note_upload(name: str, *, pinned: bool = False) -> None:
     """The host gives something to the device here, which cannot be captured."""
-    if _capturing:
+    if captures_here():
         raise RuntimeError(f"{name} copies from the host while a graph is captured")
     launches.append((name, place_of_call()))
     if not pinned:
@@ -126,7 +237,7 @@ def note_upload(name: str, *, pinned: bool = False) -> None:
 
 def note_launch(name: str) -> None:
     """Something is started on the device here."""
-    if not _capturing and name not in VIEWS:
+    if not captures_here() and name not in VIEWS:
         launches.append((name, place_of_call()))
 
 
@@ -151,6 +262,9 @@ class SimTensor(Tensor):
     def tolist(self) -> Any:
         note_read("tolist")
         return self.raw.tolist()
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        recorded.add((self.raw.untyped_storage()._cdata, stream.number))
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,11 +307,17 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     raw_args, raw_kwargs = tree_unflatten([leaf.raw if isinstance(leaf, SimTensor) else leaf for leaf in leaves], spec)
     if device is not None:
         raw_kwargs["device"] = torch.device("cpu")
+    if name in RANDOM:
+        check_generator()
+    if name == "index_put_" and len(raw_args) == 3 and len(raw_args[1]) == 1 and raw_args[1][0].dtype == torch.long:
+        op = _put_in_reverse
     out = op(*raw_args, **raw_kwargs)
+    if _current.stream is not None and not captures_here():
+        note_use(name, *touched(op, raw_args, raw_kwargs, out))
     if down:
         return args[0] if name == "copy_" else out
-    for graph in _capturing:
-        graph.tape.append((op, raw_args, raw_kwargs, out))
+    for graph in captures_here():
+        graph.append(op, raw_args, raw_kwargs, out)
 
     def owned(value: Any) -> Any:
         """In-place operations return what they were given, others something new."""
@@ -208,6 +328,25 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map(owned, out)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def touched(op: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What an operation reads and writes; nothing in the case of a view."""
+    schema = getattr(op, "_schema", None)
+    if schema is not None and schema.name.removeprefix("aten::") in VIEWS:
+        return [], []
+    return tensors_in((args, kwargs)), tensors_in(out)
+
+
+def _put_in_reverse(tensor: Tensor, indices: list[Tensor], values: Tensor) -> Tensor:
+    """`index_put_` that writes the first of several values last."""
+    (places,) = indices
+    values = values.expand(places.shape + tensor.shape[1:]).flatten(0, places.dim() - 1)
+    return tensor.index_put_((places.flatten().flip(0),), values.flip(0))
+
+
 _fallback = torch.library.Library("_", "IMPL")
 _fallback.fallback(_run, "PrivateUse1")
 _aten = torch.library.Library("aten", "IMPL")
@@ -216,11 +355,15 @@ _aten = torch.library.Library("aten", "IMPL")
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         kept = {name: value for name, value in kwargs.items() if name not in ("layout", "pin_memory", "memory_format")}
+        if make.__name__ in RANDOM:
+            check_generator()
         raw = make(*args, dtype=dtype, device="cpu", **kept)
         if make not in (torch.empty, torch.empty_strided):
             note_launch(make.__name__)
-        for graph in _capturing:
-            graph.tape.append((make, args, {"dtype": dtype, **kept}, raw))
+            if _current.stream is not None and not captures_here():
+                note_use(make.__name__, (), [raw])
+        for graph in captures_here():
+            graph.append(make, args, {"dtype": dtype, **kept}, raw)
         return SimTensor(raw)
 
     return made
@@ -236,7 +379,7 @@ for _names, _make in (
         _aten.impl(_name, _factory(_make), "PrivateUse1")
 
 
-class _Uploads(TorchFunctionMode):
+class Uploads(TorchFunctionMode):
     """What torch makes on the host and copies: `torch.tensor(..., device="sim")`, `.to("sim")`, indices in lists."""
 
     made_of_data: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -280,9 +423,9 @@ def _is_sim(device: Any) -> bool:
 @contextmanager
 def simulation() -> Iterator[None]:
     """The device can be used inside; nothing is noted down at first."""
-    for noted in (reads, uploads, launches, attention_shapes):
+    for noted in (reads, uploads, launches, attention_shapes, races, recorded, _uses, _over):
         noted.clear()
-    with _Uploads():
+    with Uploads():
         yield
 
 
@@ -305,7 +448,14 @@ class Graph:
 
     def __init__(self) -> None:
         self.tape: list[tuple[Any, Any, Any, Any]] = []
+        self.thread, self.is_valid = threading.get_ident(), True
         self._made: set[int] = set()
+
+    def append(self, *entry: Any) -> None:
+        """Capture an operation."""
+        self.tape.append(entry)
+        if not self.is_valid:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -315,12 +465,16 @@ class Graph:
             yield
         finally:
             _capturing.remove(self)
+        if not self.is_valid:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     @torch.inference_mode()  # a device writes to memory, whatever mode it was taken in
     def replay(self) -> None:
         """Run what was captured, on what the inputs hold by now."""
         note_launch("graph")
         for op, args, kwargs, out in self.tape:
+            if _current.stream is not None:
+                note_use("replay", *touched(op, args, kwargs, out))
             for was, now in zip(tree_flatten(out)[0], tree_flatten(op(*args, **kwargs))[0], strict=True):
                 if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
                     was.copy_(now)

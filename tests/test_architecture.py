@@ -45,12 +45,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1019, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1090, "cpu": 1231,
-    "drafters": 5914, "fusion": 561, "generation": 3072, "heads": 2774, "reporting": 375, "training": 4242,
-    "trees": 681, "verification": 4537, "viz": 996,
+    "acceptance": 1023, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1090, "cpu": 1231,
+    "drafters": 5928, "fusion": 561, "generation": 3072, "heads": 2774, "reporting": 375, "training": 4242,
+    "trees": 681, "verification": 4644, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1367
+MAX_LINES_AT_THE_TOP = 1394
 MAX_CLOSURE = 2305
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,12 @@ class Allocator:
     """torch's state during captures, with its bug: a capture that fails is not ended (pytorch#180395)."""
 
     def __init__(self, *, ends_itself: bool = False, stays_broken: bool = False) -> None:
+        self.is_invalid = False
         self.capturing_to: Any = None
         self.stream: Any = "main"
         self.generators_capture = False
         self.pools = self.cleared = 0
+        self.waits: list[str] = []  # of the host, for a stream or for the device
         self._ends_itself, self._stays_broken = ends_itself, stays_broken
         self._failed = False
 
@@ -37,39 +40,51 @@ class Allocator:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.capturing_to = None
 
-    @contextlib.contextmanager
-    def capture(self, graph: Any, pool: int, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def begin(self, pool: int, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
+        assert not gc.isenabled()
+        assert self.stream != "main"
         if self.capturing_to is not None or (self._failed and self._stays_broken):
             raise RuntimeError("already capturing")
-        self.capturing_to, self.stream, self.generators_capture = pool, stream, True
+        self.capturing_to, self.generators_capture, self.is_invalid = pool, True, False
+
+    def finish(self) -> None:
+        if not self.is_invalid:
+            self.capturing_to, self.generators_capture = None, False
+            return
+        self._failed = True
+        if self._ends_itself:
+            self.capturing_to = None
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
         try:
             yield
-        except BaseException:
-            self._failed = True
-            if self._ends_itself:
-                self.capturing_to = None
-            raise
-        self.capturing_to, self.stream, self.generators_capture = None, "main", False
+        finally:
+            self.stream = before
 
-    def set_stream(self, stream: Any) -> None:
-        self.stream = stream
+    def clear_workspaces(self) -> None:
+        assert self.capturing_to is None
+        self.cleared += 1
 
 
 @pytest.fixture
 def backend_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaGraphs]:
     def make(allocator: Allocator) -> CudaGraphs:
-        stream = SimpleNamespace(wait_stream=lambda _other: None)
-        main = SimpleNamespace(wait_stream=lambda _other: None)
+        main = SimpleNamespace(synchronize=lambda: allocator.waits.append("stream"))
+        graph = SimpleNamespace(replay=lambda: None, capture_begin=allocator.begin, capture_end=allocator.finish)
         fakes: dict[str, Any] = {
-            "Stream": lambda _device: stream, "graph_pool_handle": allocator.new_pool,
-            "device": lambda _device: contextlib.nullcontext(), "stream": lambda _stream: contextlib.nullcontext(),
-            "current_stream": lambda: main, "set_stream": allocator.set_stream, "graph": allocator.capture,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "synchronize": lambda _device: None,
+            "Stream": lambda _device: SimpleNamespace(), "graph_pool_handle": allocator.new_pool,
+            "device": lambda _device: contextlib.nullcontext(), "stream": allocator.use_stream,
+            "current_stream": lambda: main, "CUDAGraph": lambda: graph,
+            "synchronize": lambda _device: allocator.waits.append("device"),
+            "empty_cache": lambda: allocator.waits.append("device"),
         }  # fmt: skip
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", allocator.clear_workspaces, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
         monkeypatch.setattr(CudaGraphs, "_failed", [])
         monkeypatch.setattr(CudaGraphs, "_broken", set())
@@ -78,45 +93,47 @@ def backend_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaGr
     return make
 
 
-def failing(error: BaseException, after: int) -> Callable[[], None]:
-    """A step that fails after some runs; two runs precede the capture."""
-    runs = iter(range(after + 1))
+def failing(allocator: Allocator, error: BaseException, *, invalidates: bool = True) -> Callable[[], None]:
+    """A step that fails."""
 
     def run() -> None:
-        if next(runs, after) >= after:
-            raise error
+        allocator.is_invalid = invalidates
+        raise error
 
     return run
 
 
-@pytest.mark.parametrize("ends_itself", [False, True])
+@pytest.mark.parametrize(("invalidates", "ends_itself"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("error", [RuntimeError("unsupported"), torch.OutOfMemoryError("full"), KeyboardInterrupt()])
 def test_a_capture_that_fails_is_ended_and_the_next_one_works(
-    backend_for: Callable[[Allocator], CudaGraphs], error: BaseException, ends_itself: bool
+    backend_for: Callable[[Allocator], CudaGraphs], error: BaseException, invalidates: bool, ends_itself: bool
 ) -> None:
     allocator = Allocator(ends_itself=ends_itself)
     backend = backend_for(allocator)
     for _ in range(2):
-        with pytest.raises(type(error)):
-            backend.capture(failing(error, after=2))
-        assert (allocator.capturing_to, allocator.generators_capture) == (None, False)
-        assert allocator.stream != backend._stream
+        with pytest.raises(type(error)) as raised:
+            backend.capture(failing(allocator, error, invalidates=invalidates))
+        assert raised.value is error
+        assert (allocator.capturing_to, allocator.generators_capture, gc.isenabled()) == (None, False, True)
+        assert allocator.stream == "main"
         backend.capture(lambda: None)()
 
 
-def test_a_failure_before_the_capture_leaves_everything(backend_for: Callable[[Allocator], CudaGraphs]) -> None:
+def test_a_capture_disturbs_nobody_else(backend_for: Callable[[Allocator], CudaGraphs]) -> None:
+    """The host waits for its own stream alone, no cache is emptied, and other people's workspaces stay."""
     allocator = Allocator()
     backend = backend_for(allocator)
-    with pytest.raises(ValueError, match="eager"):
-        backend.capture(failing(ValueError("eager"), after=0))
-    backend.capture(lambda: None)()
+    for _ in range(3):
+        backend.capture(lambda: None)()
+    assert set(allocator.waits) == {"stream"}
+    assert (allocator.pools, allocator.cleared) == (1, 1)
 
 
 def test_a_device_that_cannot_capture_any_more_is_left_alone(backend_for: Callable[[Allocator], CudaGraphs]) -> None:
     allocator = Allocator(stays_broken=True)
     backend = backend_for(allocator)
     with pytest.raises(RuntimeError, match="first"):
-        backend.capture(failing(RuntimeError("first"), after=2))
+        backend.capture(failing(allocator, RuntimeError("first")))
     ran: list[int] = []
     with pytest.raises(NotCapturableError, match="could not be ended"):
         backend.capture(lambda: ran.append(1))

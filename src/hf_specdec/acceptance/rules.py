@@ -19,6 +19,7 @@ from hf_specdec.acceptance.paths import HostTree, by_scores, cut_paths, keep_pat
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.randomness import draw, draw_uniform
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 
 AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Accepted]
@@ -145,12 +146,12 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
         for token, _child in host.children[row].get(node, {}).items():
             if draft[token] <= 0:
                 continue  # not drawn from q: skipping it keeps the rule lossless
-            if torch.rand((), dtype=torch.float32, device=target.device) * draft[token] < target[token]:
+            if draw_uniform(target.device) * draft[token] < target[token]:
                 return token
             target = _normalised((target - draft).clamp(min=0), target)
             draft[token] = 0
             draft = _normalised(draft, draft)
-        return int(torch.multinomial(target, num_samples=1))
+        return int(draw(target))
 
     def decide(rows: Sequence[int], nodes: Sequence[int], scores: Tensor) -> list[int]:
         return [decide_one(row, node, row_scores) for row, node, row_scores in zip(rows, nodes, scores, strict=True)]
@@ -203,13 +204,13 @@ def _cut_block(
             mass = float(residual.sum())
             keep = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
             residual = _normalised(residual, target)
-        if depth == 0 or float(torch.rand((), dtype=torch.float32, device="cpu")) < keep:
+        if depth == 0 or float(draw_uniform(torch.device("cpu"))) < keep:
             cut, final = depth, residual
         if depth < len(nodes) - 1:
             token = tokens[depth]
             weight = min(1.0, weight * float(target[token]) / max(float(draft[token]), 1e-30))
     assert final is not None
-    following = [*tokens[:cut], int(torch.multinomial(final, num_samples=1))]
+    following = [*tokens[:cut], int(draw(final))]
     return list(zip(nodes[: cut + 1], following, strict=True))
 
 

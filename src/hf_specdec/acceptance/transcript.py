@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.acceptance.accepted import DeviceAccount, Launch, RowEnds
 from hf_specdec.acceptance.processors import ignores_text, of_row
 from hf_specdec.host_sync import read
+from hf_specdec.randomness import CAPTURING, draw
 
 RESERVED_TOKENS = 1024
 """Initial size of the text buffer, in tokens after the prompt; it grows if answers are longer."""
@@ -178,7 +179,7 @@ class Transcript:
     def draw(self, scores: Tensor) -> Tensor:
         """Choose tokens `[R]` by processed scores `[R, V]`: sample, or take the argmax if `do_sample` is False."""
         if self.do_sample:
-            return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            return draw(nn.functional.softmax(scores, dim=-1)).squeeze(1)
         return torch.argmax(scores, dim=-1)
 
     def draws(self, device: torch.device) -> Draws:
@@ -288,13 +289,15 @@ class Draws:
     def next(self, scores: Tensor) -> Tensor:
         """Choose tokens `[B]` from processed scores `[B, V]`."""
         if self._generator is not None:
-            self._states.append(self._generator.get_state())
+            with CAPTURING:
+                self._states.append(self._generator.get_state())
         return self._transcript.draw(scores)
 
     def keep(self, count: int) -> None:
         """Undo all draws after the first `count`, without waiting for the device: generator states are on the host."""
         if self._generator is not None and count < len(self._states):
-            self._generator.set_state(self._states[count])
+            with CAPTURING:
+                self._generator.set_state(self._states[count])
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:

@@ -22,6 +22,7 @@ from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession,
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.randomness import draw
 from hf_specdec.transformers_private import supports_logits_to_keep
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.growth import Level, grow_dynamic, growable
@@ -265,7 +266,7 @@ class DraftModelSession(DraftSession):
         tokens, drawn_from, log_probs = [roots[:, None]], [], [torch.zeros_like(roots[:, None], dtype=torch.float32)]
         for depth in range(1, budget.num_steps + 1):
             probs = known.narrowed(logits).float().softmax(-1)
-            index = torch.multinomial(probs, num_samples=1)
+            index = draw(probs)
             token = known.target_tokens(index)
             tokens.append(token)
             drawn_from.append(known.spread(probs))

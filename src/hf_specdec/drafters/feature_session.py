@@ -196,7 +196,7 @@ class DraftGraphs:
     """
 
     def __init__(self, backend: GraphBackend) -> None:
-        self.memory = KeptMemory()
+        self.memory = KeptMemory(backend)
         self.reads, self.drafts = Graphed(backend, "The draft layer"), Graphed(backend, "Tree growth")
         self.steps = Graphed(backend, "The drafting step")
 

@@ -284,7 +284,7 @@ class RecycledTokens:
         return log_probs.to(self.keys.device), ids.to(self.keys.device)
 
     def write(self, previous: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, kept: Tensor) -> None:
-        """Store the candidates after tokens, and after the pairs with their predecessors.
+        """Store the candidates after tokens, and after the pairs with their predecessors; of equal ones, the last.
 
         Args:
             previous, tokens: `[B, K]`; `previous` is -1 if unknown.
@@ -294,17 +294,18 @@ class RecycledTokens:
         key, slot = self._hash(previous, tokens)
         paired = kept & (previous >= 0)
         slot = torch.where(paired, slot, self.pairs)
-        for table, rows in enumerate((torch.where(kept, tokens, self.vocab_size), slot)):
-            self.ids[table][rows], self.log_probs[table][rows] = ids, log_probs
-        self.keys[slot] = torch.where(paired, key, NO_PAIR)
+        rows = [_last_of_equal(torch.where(kept, tokens, self.vocab_size), self.vocab_size)]
+        rows.append(_last_of_equal(slot, self.pairs))
+        for table, places in enumerate(rows):
+            self.ids[table][places], self.log_probs[table][places] = ids, log_probs
+        self.keys[rows[1]] = torch.where(paired, key, NO_PAIR)
 
     def write_on_host(
         self, previous: Sequence[int], tokens: Sequence[int], log_probs: Tensor, ids: Tensor, rows: Sequence[int]
     ) -> None:
         """Do the same as `write` on the CPU: for so few entries, numpy takes a fraction of the time that torch takes.
 
-        `rows` contains, for each of the K tokens, its row in `log_probs` and `ids` `[M, W]`. Of equal pairs, the last
-        is stored.
+        `rows` contains, for each of the K tokens, its row in `log_probs` and `ids` `[M, W]`.
         """
         pairs = [place for place, before in enumerate(previous) if before >= 0]
         keys = [previous[place] * self.vocab_size + tokens[place] for place in pairs]
@@ -318,6 +319,17 @@ class RecycledTokens:
         """Return the key and the slot of each pair; the key of an unknown predecessor matches no slot."""
         key = torch.where(previous >= 0, previous * self.vocab_size + tokens, UNKNOWN_PAIR)
         return key, (previous * HASH_MULTIPLIER + tokens) % self.pairs
+
+
+def _last_of_equal(rows: Tensor, spare: int) -> Tensor:
+    """Replace all but the last of equal `rows` `[B, K]` by `spare`, the highest row.
+
+    A device writes several values of one row in any order.
+    """
+    places = torch.arange(rows.numel(), device=rows.device)
+    last = torch.zeros(spare + 1, dtype=torch.long, device=rows.device)
+    last.scatter_reduce_(0, rows.flatten(), places, "amax")
+    return torch.where(last[rows] == places.view(rows.shape), rows, spare)
 
 
 def learn(
@@ -341,12 +353,13 @@ def learn(
     num_kept = (path >= 0).sum(-1)
     active = num_kept > 0
     nodes = active[:, None] & ((parents != ROOT_PARENT) | (torch.arange(tree.num_nodes, device=active.device) == 0))
-    table.write(before, tree.tokens, log_probs, ids, nodes)
-    # write the kept path again: it must win over other nodes with the same keys
+    # the kept path comes last, for a second time: it must win over other nodes with the same keys
     kept_nodes = path.clamp(min=0)
-    columns = kept_nodes[:, :, None].expand(-1, -1, ids.shape[-1])
-    kept = log_probs.gather(1, columns), ids.gather(1, columns)
-    table.write(before.gather(1, kept_nodes), tree.tokens.gather(1, kept_nodes), *kept, path >= 0)
+    order = torch.cat([torch.arange(tree.num_nodes, device=path.device).expand(len(path), -1), kept_nodes], dim=1)
+    columns = order[:, :, None].expand(-1, -1, ids.shape[-1])
+    candidates = log_probs.gather(1, columns), ids.gather(1, columns)
+    kept = torch.cat([nodes, path >= 0], dim=1)
+    table.write(before.gather(1, order), tree.tokens.gather(1, order), *candidates, kept)
     last = (num_kept - 1).clamp(min=0)[:, None]
     before_root = tree.tokens.gather(1, kept_nodes.gather(1, last))[:, 0]
     return torch.where(active, before_root, previous)

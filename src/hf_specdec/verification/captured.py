@@ -36,7 +36,7 @@ class GraphForward(KeptMemory, Runner):
     widths = CAPTURED_WIDTHS
 
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
-        super().__init__()
+        super().__init__(backend)
         self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
         self._graphed = Graphed(backend, "The forward")
         # the padding and positions of the current call, and what `_rows` makes of them

@@ -6,16 +6,21 @@ This is the only file that uses CUDA graphs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_specdec.randomness import CAPTURING
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +28,73 @@ ACCELERATOR_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
 """Inductor options on devices other than CPUs: graphs are captured by this package, not by inductor."""
 
 
-class GraphBackend(Protocol):
-    """Interface of a device's graphs."""
+class GraphBackend(ABC):
+    """Interface of a device's graphs, which share memory: only one of them may be captured or run at a time.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._lock = threading.Lock()
+        self._last: tuple[Any, Any] | None = None  # stream of the last `exclusive` block, and an event at its end
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        return int(self._module.get_device_properties(self._device).total_memory)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Any]:
+        """Enter a block that uses memory of the graphs; yields the current stream.
+
+        Other threads wait for the block, and its work on the device for that of the block before, which another thread
+        may have queued on another stream.
+        """
+        with self._lock:
+            stream = self._module.current_stream(self._device)
+            if self._last is not None and self._last[0] != stream:
+                stream.wait_event(self._last[1])
+            try:
+                yield stream
+            finally:
+                event = self._module.Event() if self._last is None else self._last[1]
+                event.record(stream)
+                self._last = stream, event
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the device operations of `run` and return a function that replays them.
 
+        Meanwhile, no other thread of this package draws random numbers, and nothing is garbage-collected: destroying
+        another graph invalidates a capture (https://github.com/pytorch/pytorch/issues/161037).
+
         Args:
-            run: Must read and write the same memory in every call.
+            run: Must read and write the same memory in every call. It must have run in this thread before, because
+                what is made once per thread (handles of libraries, kernels) cannot be made in a capture.
         """
+        with CAPTURING:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                return self._capture(run)
+            finally:
+                if collects:
+                    gc.enable()
+
+    @abstractmethod
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
 
-class CudaGraphs:
-    """CUDA graphs of one device, which share one memory pool and one stream.
+class CudaGraphs(GraphBackend):
+    """CUDA graphs of one device, which share one memory pool, kept alive by an empty graph, and one stream.
 
-    An empty graph keeps the pool alive. cuBLAS workspaces are cleared before a capture, so that the graph allocates
-    its workspaces in the pool; torch may free workspaces outside of it.
+    Neither the device is synchronised nor torch's memory caches are emptied for a capture, as `torch.cuda.graph` does.
+
+    torch keeps a cuBLAS workspace for each thread and stream. Graphs need theirs in the pool, because torch may free
+    workspaces outside of it (inductor's graphs do this). Only captures use the stream, so they allocate its workspace.
+    What an earlier user of the stream left (torch hands out 32 streams in turn) is cleared once per pool; clearing
+    around every capture would also free the workspaces that other people's graphs hold.
 
     A failed capture leaves torch's allocator and random number generators in capture mode
     (https://github.com/pytorch/pytorch/issues/180395). `_recover` ends it, and the next capture uses a new pool.
@@ -47,52 +103,49 @@ class CudaGraphs:
         device: A CUDA device.
     """
 
-    _lock = threading.Lock()  # torch captures one graph at a time per process
     # kept alive: before torch 2.12, destroying a graph whose capture failed may crash the process
     _failed: ClassVar[list[Any]] = []
     _broken: ClassVar[set[torch.device]] = set()  # devices on which recovery from a failed capture failed
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._keeper: Any = None  # an empty graph in the pool
+        self._pool: Any = None
+        self._keeper: Any = None  # the empty graph
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphBackend`; calls `run` twice first, for allocations that are made once per stream."""
-        with self._lock, torch.cuda.device(self._device):
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
             if self._device in self._broken:
                 raise NotCapturableError("an earlier capture in this process failed and could not be ended")
-            before = torch.cuda.current_stream()
             try:
-                self._stream.wait_stream(before)
-                with torch.cuda.stream(self._stream):
-                    for _ in range(2):
-                        run()
-                before.wait_stream(self._stream)
                 if self._keeper is None:
-                    with warnings.catch_warnings(action="ignore"):  # torch warns about empty graphs
-                        self._keeper = self._capture(lambda: None)
-                torch._C._cuda_clearCublasWorkspaces()
-                try:
-                    graph = self._capture(run)
-                finally:
-                    torch._C._cuda_clearCublasWorkspaces()
+                    self._open_pool()
+                replay: Callable[[], None] = self._record(run).replay
             except BaseException:
-                torch.cuda.set_stream(before)
                 self._recover()
                 raise
-            finally:
-                torch.cuda.set_stream(before)
-        replay: Callable[[], None] = graph.replay
         return replay
 
-    def _capture(self, run: Callable[[], None]) -> Any:
+    def _open_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        torch._C._cuda_clearCublasWorkspaces()
+        with warnings.catch_warnings(action="ignore"):  # torch warns about empty graphs
+            self._keeper = self._record(lambda: None)
+
+    def _record(self, run: Callable[[], None]) -> Any:
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream().synchronize()  # errors of earlier work are raised here, not in the capture
         try:
-            # other threads may allocate meanwhile, which must not invalidate this capture
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
+            with torch.cuda.stream(self._stream):
+                # other threads may allocate meanwhile, which must not invalidate this capture
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # less informative
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except BaseException:
             self._failed.append(graph)
             raise
@@ -103,12 +156,11 @@ class CudaGraphs:
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # raised if torch has ended the capture
             torch._C._cuda_endAllocateToPool(index, self._pool)
-        self._pool, self._keeper = torch.cuda.graph_pool_handle(), None
+        self._keeper = None
         try:
             torch.cuda.synchronize(self._device)
-            with warnings.catch_warnings(action="ignore"):
-                # a successful capture resets the random number generators
-                self._keeper = self._capture(lambda: None)
+            torch.cuda.empty_cache()  # a capture that needs memory cannot do this
+            self._open_pool()  # a successful capture resets the random number generators
         except Exception as error:  # drivers raise various types
             self._broken.add(self._device)
             logger.warning("Graphs can no longer be captured on %s: %s", self._device, error)

@@ -11,7 +11,6 @@ hide the padding. Graphs are captured by `verification/graph_backends.py`.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -39,10 +38,13 @@ CAPTURE_AFTER = 2
 RETRY_AFTER = 500
 """Runs of a shape to wait, in addition to `CAPTURE_AFTER`, after its capture ran out of memory."""
 MAX_FAILURES = 3
-"""Consecutive failed captures after which a kind of step is no longer captured in any shape."""
-KEPT_SHAPES = 512
-"""Shapes kept per kind of step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch
-size."""
+"""Failed captures of a shape after which it runs without a graph. One failure may have come from outside: freed
+memory, another thread, or the user's own code can invalidate a capture."""
+KEPT_SHAPES, KEPT_BYTES, FEWEST_KEPT = 512, 256 * 2**20, 8
+"""Shapes kept per kind of step, and bytes of their buffers; the least recently used is dropped. However large, the
+`FEWEST_KEPT` used last are kept: a shape that is always dropped would never be captured."""
+DEVICE_SHARE = 0.05
+"""Share of the device's memory that a cache may keep between calls."""
 REPLAY_TOLERANCE = 0.02
 """Maximum relative distance between the results of the first replay and of the run without a graph."""
 Key = tuple[Hashable, ...]
@@ -50,12 +52,16 @@ Outputs = weakref.WeakValueDictionary[tuple[torch.dtype, int], Tensor]
 
 
 class KeptMemory:
-    """Cache memory that later calls reuse; only one cache at a time may use it."""
+    """Cache memory that later calls reuse; only one cache at a time may use it.
 
-    def __init__(self) -> None:
+    Args:
+        backend: Graph backend of the device.
+    """
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self._backend = backend
         self._store: KeyValueStore | None = None
         self._lease: weakref.ref[TreeCache] | None = None  # the cache that uses the memory
-        self._lock = threading.Lock()
 
     @property
     def moves(self) -> int:
@@ -64,12 +70,13 @@ class KeptMemory:
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """Return a cache that uses this memory, or a separate one if the memory is in use or `reserve` is None."""
-        with self._lock:
+        with self._backend.exclusive():
             if reserve is None or (self._lease is not None and self._lease() is not None):
                 return TreeCache(layout, capacity, reserve)
             capacity += MOST_PADDED
             if self._store is None:
-                self._store = KeyValueStore(layout, capacity, reserve, is_persistent=True)
+                kept_bytes = DEVICE_SHARE * self._backend.total_bytes
+                self._store = KeyValueStore(layout, capacity, reserve, kept_bytes=kept_bytes)
             self._store.reopen(capacity, reserve)
             cache = TreeCache(layout, capacity, reserve, store=self._store)
             self._lease = weakref.ref(cache)
@@ -81,8 +88,10 @@ class KeptMemory:
 
     def release(self, cache: Cache) -> None:
         """Make the memory available again if `cache` uses it, even if that object is still referenced."""
-        with self._lock:
+        with self._backend.exclusive():
             if self.owns(cache):
+                assert self._store is not None
+                self._store.end_call()
                 self._lease = None
 
 
@@ -106,7 +115,7 @@ class Input:
 class Graphed:
     """A function of tensors that runs as a captured graph: one for each key, captured after `CAPTURE_AFTER` runs.
 
-    All threads use the same buffers, one after another.
+    All threads use the same buffers, one after another, also on the device (`GraphBackend.exclusive`).
 
     Args:
         backend: Graph backend of the device.
@@ -119,8 +128,8 @@ class Graphed:
         # by dtype and number of elements; shapes of equal results share a buffer
         self._outputs: Outputs = weakref.WeakValueDictionary()
         self._moves = -1  # moves of the cache memory when the graphs were captured
-        self._failures = 0  # consecutive failed captures
-        self._lock = threading.Lock()
+        self._is_capturable = True
+        self._streams: set[Any] = set()  # on which it has run
 
     def captured_keys(self) -> list[Key]:
         """Return the keys of the captured shapes."""
@@ -134,57 +143,66 @@ class Graphed:
         Args:
             key: Whatever distinguishes graphs: sizes of the buffers, and all else that the function depends on.
             function: Computes the results from the inputs' buffers. That of a key's first call serves all later ones,
-                so it must hold nothing that belongs to a call.
+                so it must hold nothing that belongs to a call. The call that captures it runs it several times with
+                the same inputs, so if it also writes elsewhere, repeating it must write the same.
             *inputs: The inputs.
             moves: `moves` of the cache memory that the function uses; if it changed, all graphs are dropped.
         """
-        with self._lock:
+        with self._backend.exclusive() as stream:
             if self._moves != moves:
                 self._shapes.clear()
                 self._moves = moves
             shape = self._shapes.pop(key, None)
             if shape is None:
+                while len(self._shapes) >= KEPT_SHAPES or self._is_full():
+                    del self._shapes[next(iter(self._shapes))]
                 shape = _Shape(function, inputs, self._outputs)
             self._shapes[key] = shape
-            if len(self._shapes) > KEPT_SHAPES:
-                del self._shapes[next(iter(self._shapes))]
             shape.fill(inputs)
             self._run(shape)
+            self._streams.add(stream)
+            if len(self._streams) > 1:  # once freed, the memory must not go to its first stream before others are done
+                for tensor in shape.tensors():
+                    tensor.record_stream(stream)
             return shape.results()
+
+    def _is_full(self) -> bool:
+        """Whether the shapes have too large buffers; outputs are shared."""
+        tensors = {id(tensor): tensor.nbytes for shape in self._shapes.values() for tensor in shape.tensors()}
+        return len(self._shapes) >= FEWEST_KEPT and sum(tensors.values()) > KEPT_BYTES
 
     def _run(self, shape: _Shape) -> None:
         shape.times += 1
         if shape.replay is not None:
             shape.replay()
             return
-        may_capture = not shape.refused and self._failures < MAX_FAILURES
+        may_capture = self._is_capturable and shape.failures < MAX_FAILURES
         if shape.times == 1 or (may_capture and shape.times > 0):
             note_one_time_work()  # a run without a graph takes 10 to 30 times as long as the replays to come
         shape.run()
         if shape.times > CAPTURE_AFTER and may_capture:
             try:
                 shape.replay = self._capture(shape)
-                self._failures = 0
             except Exception as error:  # model code and drivers raise various types
                 self._note_failure(shape, error)
                 shape.run()
 
     def _note_failure(self, shape: _Shape, error: Exception) -> None:
-        """Log a failed capture and decide whether to retry: later if memory was full, otherwise not with this shape.
+        """Log a failed capture, which is retried up to `MAX_FAILURES` times, or without end if memory was full.
 
-        Nothing more is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
+        After a `NotCapturableError`, which is the function's own, no shape is captured any more.
         """
-        # the exception from ending a capture hides the more informative one before it
-        causes = [error, *([error.__context__] if error.__context__ else [])]
-        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
+        if isinstance(error, torch.OutOfMemoryError):
             shape.times = -RETRY_AFTER
             logger.info("%s is not captured yet, because memory is full: %s", self._name, error)
             return
-        shape.refused = True
-        self._failures = MAX_FAILURES if isinstance(error, NotCapturableError) else self._failures + 1
-        cause = causes[-1]
-        scope = "It" if self._failures >= MAX_FAILURES else "This shape"
-        reason = f"{type(cause).__name__}: {cause}"
+        self._is_capturable = not isinstance(error, NotCapturableError)
+        shape.times, shape.failures = 0, shape.failures + 1
+        reason = f"{type(error).__name__}: {error}"
+        if self._is_capturable and shape.failures < MAX_FAILURES:
+            logger.info("%s could not be captured as a graph (%s); this is tried again.", self._name, reason)
+            return
+        scope = "This shape" if self._is_capturable else "It"
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
     def _capture(self, shape: _Shape) -> Callable[[], None]:
@@ -208,7 +226,7 @@ class _Shape:
 
     Attributes:
         packed: The results, flattened and joined by dtype, so that those of a dtype leave in one copy.
-        times, replay, refused: Runs so far, its graph, and whether its capture has failed for good.
+        times, replay, failures: Runs since the last attempt to capture it, its graph, and failed captures.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Input], outputs: Outputs) -> None:
@@ -217,12 +235,12 @@ class _Shape:
         self._widths = [0] * len(inputs)  # columns filled last
         self._sizes: list[tuple[torch.dtype, torch.Size]] = []
         self.packed: dict[torch.dtype, Tensor] = {}
-        self.times, self.refused = 0, False
+        self.times = self.failures = 0
         self.replay: Callable[[], None] | None = None
         device = next(value.device for value in (given.value for given in inputs) if isinstance(value, Tensor))
         self._buffers: list[Tensor] = []
         # integers of a row, or without padding, lie side by side: one launch fills them; and what pads each of them
-        self._joined, self._pads = torch.empty(0), dict[int, Tensor]()
+        self._joined, self._pads = torch.empty(0, dtype=torch.long, device=device), dict[int, Tensor]()
         with persistent_tensors():
             for index, given in enumerate(inputs):
                 buffer = torch.zeros((), dtype=torch.long, device=device)
@@ -240,6 +258,10 @@ class _Shape:
                 parts = self._joined.split([pad.numel() for pad in self._pads.values()])
                 for index, part in zip(self._pads, parts, strict=True):
                     self._buffers[index] = part.view(self._buffers[index].shape)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers."""
+        return [*self._buffers, *self._pads.values(), *self.packed.values()]
 
     def fill(self, inputs: Sequence[Input]) -> None:
         """Copy the inputs into the buffers."""

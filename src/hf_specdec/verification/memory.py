@@ -22,8 +22,12 @@ ANSWER_SLOTS = 1024
 """Slots allocated for an answer before its length is known."""
 CAPACITY_TIER = 64
 """Capacities of growing caches are rounded up to a multiple of this many slots."""
-FIRST_KEPT_SLOTS = 2048
-"""Minimum slots of memory kept between calls, if they fit: every later reallocation invalidates all captures."""
+FIRST_KEPT_SLOTS = 8192
+"""Minimum slots of memory kept between calls, for one row (a quarter of them for several), unless they exceed what may
+be kept: every later reallocation invalidates all captures."""
+MAX_KEPT_ROWS = 8
+"""Rows of a batch above which memory is freed at the end of the call: 16 rows of 1,024 tokens take 2 GB for an 8B
+model."""
 SHORTEST_BUCKET = 256
 """Slots that the shortest captured graphs attend to."""
 
@@ -141,9 +145,14 @@ class KeyValueBuffer:
         """Values `[n, B, H, S, Dv]`."""
         return self._memory[1][:, : self._rows]
 
+    @property
+    def num_rows(self) -> int:
+        """Allocated rows."""
+        return self._memory[0].shape[1]
+
     def can_serve(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether the memory has this dtype, and as many rows as needed."""
-        has_rows = rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
+        has_rows = rows <= self.num_rows if self._is_persistent else rows == self._rows
         return has_rows and self._memory[0].dtype == dtype
 
     def take(self, rows: int) -> Share:
@@ -175,10 +184,17 @@ class KeyValueBuffer:
         self._memory = tuple(moved)
         self._update_shares()
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory."""
+        return sum(states.nbytes for states in self._memory)
+
     def reopen(self) -> None:
         """Make all layers available again, and zero the memory: masked slots must not hold NaN."""
         self.num_taken = 0
         for states in self._memory:
+            if states.device.type != "cpu":  # the memory must not go to its first stream while this one uses it
+                states.record_stream(torch.get_device_module(states.device).current_stream(states.device))
             states.zero_()
 
     def close(self) -> None:
@@ -227,19 +243,20 @@ class KeyValueStore:
         layout: One entry per layer.
         capacity: Expected maximum number of slots per row.
         reserve: See `TreeCache`.
-        is_persistent: Whether unwritten slots hold zeros. Graphs need this: they also attend to masked slots, where
-            NaN would spread. Such memory is kept between calls.
+        kept_bytes: Maximum size of memory that is kept between calls, see `end_call`; its unwritten slots hold zeros.
+            Graphs need this: they also attend to masked slots, where NaN would spread. None: memory of one call.
 
     Attributes:
         moves: Number of times that existing buffers were reallocated or freed, which invalidates captured graphs.
     """
 
     def __init__(
-        self, layout: CacheLayout, capacity: int, reserve: int | None, *, is_persistent: bool = False
+        self, layout: CacheLayout, capacity: int, reserve: int | None, *, kept_bytes: float | None = None
     ) -> None:
-        self.layout, self.limit, self.reserve, self._is_persistent = tuple(layout), capacity, reserve, is_persistent
+        self.layout, self.limit, self.reserve, self._kept_bytes = tuple(layout), capacity, reserve, kept_bytes
         self.capacity = capacity if reserve is None else 0
         self._needed = self.capacity  # slots needed by the current call, without those for later calls
+        self._first_kept = 0  # slots of the first buffers, if they are kept
         self.moves = 0
         self.buffers: list[KeyValueBuffer] = []
 
@@ -248,6 +265,12 @@ class KeyValueStore:
         self.limit, self.reserve = capacity, reserve
         for buffer in self.buffers:
             buffer.reopen()
+
+    def end_call(self) -> None:
+        """Free memory that is too large, or has too many rows, to be kept until the next call."""
+        size = sum(buffer.num_bytes for buffer in self.buffers)
+        if any(buffer.num_rows > MAX_KEPT_ROWS for buffer in self.buffers) or size > (self._kept_bytes or 0):
+            self._close()
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
         """Return memory for the first keys and values `[B, H, T, *]` of a layer.
@@ -260,6 +283,13 @@ class KeyValueStore:
             self._close()
         actual = LayerLayout.of(key_states, value_states)
         shared = self.layout.count(actual) if layout == actual else 1
+        if self._kept_bytes is not None and not self.buffers:
+            layers = [entry or actual for entry in self.layout]
+            widths = sum(entry.num_heads * (entry.key_dim + entry.value_dim) for entry in layers)
+            slot_bytes = self._num_rows(rows) * widths * key_states.itemsize
+            self._first_kept = FIRST_KEPT_SLOTS if rows == 1 else FIRST_KEPT_SLOTS // 4
+            while self._first_kept * slot_bytes > self._kept_bytes:
+                self._first_kept //= 2
         try:
             self.make_room(key_states.shape[-2])
             for buffer in self.buffers:
@@ -272,11 +302,14 @@ class KeyValueStore:
         self.buffers.append(buffer)
         return buffer.take(rows)
 
+    def _num_rows(self, rows: int) -> int:
+        """Return how many rows to allocate."""
+        return rows if self._kept_bytes is None or rows > MAX_KEPT_ROWS else kept_rows(rows)
+
     def _new_buffer(self, num_layers: int, states: tuple[Tensor, Tensor]) -> KeyValueBuffer:
-        rows, keeps = len(states[0]), self._is_persistent
+        rows, keeps = len(states[0]), self._kept_bytes is not None
         try:
-            most = kept_rows(rows) if keeps else rows
-            return KeyValueBuffer(num_layers, self.capacity, states, most, is_persistent=keeps)
+            return KeyValueBuffer(num_layers, self.capacity, states, self._num_rows(rows), is_persistent=keeps)
         except CacheCapacityError:  # allocate only what this call needs, without slots and rows for later calls
             if not keeps:
                 raise
@@ -284,7 +317,7 @@ class KeyValueStore:
             return KeyValueBuffer(num_layers, self.capacity, states, rows, is_persistent=True)
 
     def _close(self) -> None:
-        if not self._is_persistent:
+        if self._kept_bytes is None:
             return  # the memory belongs to one call and is freed with its cache
         for buffer in self.buffers:
             buffer.close()
@@ -308,9 +341,9 @@ class KeyValueStore:
         if not torch.compiler.is_dynamo_compiling():
             note_one_time_work()
         self._needed = grown
-        if self._is_persistent:  # allocate for later calls, too, if there is enough memory
+        if self._kept_bytes is not None:  # allocate for later calls, too, if there is enough memory
             try:
-                self._move(bucket_of(max(ahead, FIRST_KEPT_SLOTS)))
+                self._move(bucket_of(max(ahead, self._first_kept)))
                 return
             except CacheCapacityError:
                 logger.info("Not enough memory to keep more than %d slots of the key-value cache.", grown)
