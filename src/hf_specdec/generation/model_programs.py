@@ -178,16 +178,17 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     if reason := unsupported_reason(model, facts):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    runner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
-    if device.type in GRAPH_BACKENDS:
-        runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
+    inner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    if device.type not in GRAPH_BACKENDS:
+        return _checked(model, facts, inner)
+    captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device))
     try:
-        _check(model, facts, runner)
-    except CaptureError:
-        raise
-    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
-        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
-    return runner
+        return _checked(model, facts, captured)
+    except CaptureError as error:
+        if captured.has_masks:
+            raise
+        logger.info("Graphs of %s attend with masks: without them, %s.", type(model).__name__, error)
+    return _checked(model, facts, GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True))
 
 
 def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
@@ -215,6 +216,16 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
             return f"{name or 'it'} is already compiled by torch.compile"
     return ""
+
+
+def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
+    try:
+        _check(model, facts, runner)
+    except CaptureError:
+        raise
+    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
+        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
+    return runner
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
