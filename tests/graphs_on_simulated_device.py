@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import logging
 import pickle
 import random
@@ -12,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 import drafters
 import zoo
-from benchmark_script import BENCHMARKS, script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import QueryStats, Width
@@ -32,10 +29,12 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.generation.state import current_costs
+from hf_specdec.generation import model_programs
+from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.verification import graph_backends, graphs, memory
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
+from hf_specdec.verification.programs import CaptureError
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from torch_modes import MODES
@@ -721,14 +720,35 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     assert CAPTURE_AFTER == 2
 
 
-def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    items = script("gpu_items")
-    monkeypatch.setattr(items, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
-    monkeypatch.setattr(items, "ARCHITECTURES", ("llama", "falcon", "nothing"))
-    monkeypatch.setattr(items.Kit, "device", torch.device("sim"))
-    items.capture(items.Kit("capture", SimpleNamespace(json=tmp_path / "rows.jsonl")))
-    llama, falcon, nothing = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert (llama["distance"], llama["captured"]) == (0.0, True)
-    assert "refused" in falcon
-    assert "failed" in nothing
+class Quantised(nn.Module):
+    """A stand-in for a quantised product: int8 weights with a scale per row, which it widens in every call."""
+
+    def __init__(self, linear: nn.Linear, reads: bool) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(-1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale, self._reads = nn.Parameter(scale, requires_grad=False), reads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._reads and bool((hidden.abs() > 1e6).any()):  # as LLM.int8() looks for outliers
+            return hidden @ (self.weight * self.scale).T.double()
+        return hidden @ (self.weight.to(hidden.dtype) * self.scale).T
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_products_of_any_quantisation_are_captured_if_they_can_be(
+    reads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Quantised(getattr(layer.mlp, name), reads))
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    model = SpeculativeGenerationMixin.attach(move(model))
+    plain = generate(model, 1, None)
+    assert [generate(model, 1, LOOKUP) for _ in range(3)] == [plain] * 3
+    assert bool(runner_of(model).captured_keys()) is not reads
+    warned = [record.message for record in caplog.records if "cannot be captured as a graph" in record.message]
+    assert len(warned) == reads
+    with pytest.raises(CaptureError, match="its quantisation cannot be compiled, according to transformers"):
+        model_programs.make_runner(model, current_facts(model), frozenset(), "inductor")

@@ -253,8 +253,8 @@ class _Uploads(TorchFunctionMode):
             if isinstance(wanted, SimTensor) or _is_sim(wanted):
                 note_upload("to", pinned=args[0] in _pinned and bool(kwargs.pop("non_blocking", False)))
                 kwargs.pop("device", None)
-                given = args[0].detach()
-                return SimTensor(given.to(*args[2:], **kwargs) if args[2:] or kwargs else given.clone())
+                given, rest = args[0].detach(), [arg for arg in args[2:] if isinstance(arg, torch.dtype)]
+                return SimTensor(given.to(*rest, **kwargs) if rest or kwargs else given.clone())
         if function is nn.functional.scaled_dot_product_attention and isinstance(args[0], SimTensor):
             attention_shapes.add(tuple((tensor.shape, tensor.stride()) for tensor in args[:3]))
         if function is Tensor.pin_memory:

@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1019, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1078, "cpu": 1352,
-    "drafters": 5915, "generation": 3052, "heads": 2773, "reporting": 375, "training": 4242, "trees": 681,
-    "verification": 4399, "viz": 996,
+    "acceptance": 1019, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1090, "cpu": 1352,
+    "drafters": 5918, "generation": 3058, "heads": 2774, "reporting": 375, "training": 4242, "trees": 681,
+    "verification": 4465, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1367

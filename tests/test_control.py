@@ -21,6 +21,7 @@ from hf_specdec.config import AdaptiveConfig
 from hf_specdec.control import costs
 from hf_specdec.control.controller import CostModelController, TierController, tier_budget
 from hf_specdec.control.costs import ArmGains, Arms, StepCosts
+from hf_specdec.control.policy import best_width
 from hf_specdec.generation import call, state
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.probe import inspect_target
@@ -137,6 +138,16 @@ def test_costs_of_another_batch_size_are_those_of_as_many_nodes() -> None:
     assert four.table() == pytest.approx((7.0, 11.0, 15.0, 19.0), rel=0.01)  # wider ones are assumed to be cheaper
     back = StepCosts.expected(torch.device("cpu"), rows=1, widest=8, known=(4, four))
     assert back.table()[3] == pytest.approx(7.0)
+
+
+def test_nodes_up_to_the_width_that_a_tree_is_padded_to_cost_nothing() -> None:
+    """A graph of 8 nodes takes as long for a tree of 3, so trees may as well fill it."""
+    padded = StepCosts({1: 1.0, 8: 1.2, 16: 2.0}, is_padded=True)
+    assert padded.table() == (1.0, *[1.2] * 7, *[2.0] * 8)
+    padded.observe(3, 0.6)
+    assert padded.table()[2:8] == pytest.approx([padded.table()[1]] * 6)
+    assert padded.table()[1] < 1.2
+    assert best_width([[1.0] + [0.1] * 15], padded.table(), 0.0).num_nodes == 8
 
 
 def test_a_node_costs_no_more_in_a_wide_step_than_in_a_narrow_one() -> None:

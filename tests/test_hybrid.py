@@ -212,7 +212,7 @@ def steps(source: HeadSchedule, gains: Mapping[int, float], count: int, price: f
 def test_a_source_is_asked_for_as_much_as_pays() -> None:
     assert [option.num_steps for option in HeadSchedule(6).options] == [1, 2, 4, 6]
     assert [option.num_steps for option in HeadSchedule(1).options] == [1]
-    assert [option.num_steps for option in HeadSchedule(6, stops_itself=True).options] == [6]
+    assert [option.num_steps for option in HeadSchedule(6, full_depth_only=True).options] == [6]
     best = steps(HeadSchedule(4), {1: 0.4, 2: 0.9, 4: 1.0}, count=400)  # 1.9/1.1, 2.4/1.2, 2.5/1.4 against 1.5
     assert best[2] > 370
     never = HeadSchedule(4)
@@ -225,7 +225,7 @@ def test_a_source_is_asked_for_as_much_as_pays() -> None:
 
 def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
     """The first times were somebody else's doing: after the longest rest it is tried, and is known to be quick."""
-    source = HeadSchedule(4, stops_itself=True)
+    source = HeadSchedule(4, full_depth_only=True)
     (option,) = source.options
     for _ in range(3):
         option.learn(Width(1, 1.5, 1.5, 1.0), Width(8, 2.5, 2.5, 51.0), 1.0, 1)
@@ -238,7 +238,7 @@ def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
 
 
 def test_what_was_learned_with_one_row_is_expected_of_more() -> None:
-    alone, batch = HeadSchedule(4, stops_itself=True), HeadSchedule(4, stops_itself=True)
+    alone, batch = HeadSchedule(4, full_depth_only=True), HeadSchedule(4, full_depth_only=True)
     without = Width(4, 1.5, 1.5, 1.0)
     for _ in range(50):
         alone.options[0].learn(without, Width(8, 1.6, 1.6, 1.4), 0.1, 1)

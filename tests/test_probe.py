@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation import model_programs
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification import probe
+from hf_specdec.verification import probe, trials
 from hf_specdec.verification.programs import CaptureError
+from hf_specdec.verification.runners import ModelForward
 
 PLAIN = torch.ones(6, 4)
 
@@ -94,6 +96,51 @@ def test_a_wrong_mask_is_refused_in_half_precision(
     assert probe.inspect_target(model).uses_packed_attention
     monkeypatch.setattr(TokenTree, "ancestor_mask", sibling_seen)
     assert not probe.inspect_target(model).supports_trees
+
+
+@pytest.mark.parametrize(("accepted", "packed", "asked"), [
+    ({3}, True, [1, 3]), ({6}, True, [1, 3, 6]), (set(), False, [1, 3, 6, 1, 3, 1, 3]),
+])  # fmt: skip
+def test_a_refusal_of_packed_attention_is_checked_with_more_texts(
+    accepted: set[int], packed: bool, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, original = list[int](), probe._probe
+
+    def probed(target: Any, tried: Any, plain: Any, *others: Any) -> Any:
+        counts.append(len(plain.prompt) // 2)
+        if counts[-1] in accepted or counts == asked:
+            return original(target, tried, plain, *others)
+        raise probe._CannotVerifyError("by chance")
+
+    monkeypatch.setattr(probe, "_probe", probed)
+    facts = probe.inspect_target(copy.deepcopy(zoo.build("llama")).to(torch.bfloat16))
+    assert (counts, facts.uses_packed_attention) == (asked, packed)
+
+
+class Imprecise(ModelForward):
+    """A captured forward whose logits are off by a relative error."""
+
+    off = 0.0
+
+    def __call__(self, *inputs: Any) -> Any:
+        logits, states = super().__call__(*inputs)
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        return logits + self.off * noise * logits.norm(dim=-1, keepdim=True) / logits.shape[-1] ** 0.5, states
+
+
+@pytest.mark.parametrize(("error", "off", "accepted"), [
+    (1e-7, 1e-3, False), (3e-4, 1e-3, True), (3e-4, 5e-2, False), (1e-2, 5e-2, True), (1e-1, 2e-1, False),
+])  # fmt: skip
+def test_the_tolerance_of_a_program_in_float32_is_that_of_its_products(
+    error: float, off: float, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    facts = probe.inspect_target(model)
+    monkeypatch.setattr(trials, "float32_error", lambda _device: error)
+    monkeypatch.setattr(model_programs, "ModelForward", Imprecise)
+    monkeypatch.setattr(Imprecise, "off", off)
+    with nullcontext() if accepted else pytest.raises(CaptureError, match="it differs from the model's own forward"):
+        model_programs.make_runner(model, facts, frozenset(), "cuda_graph")
 
 
 # ------------------------------------------------------------------------------------- the small model, with noise

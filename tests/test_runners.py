@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hf_specdec import Eagle3Head, SpeculativeGenerationMixin
 from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.stages import traced_stages
-from hf_specdec.verification import programs, runners
+from hf_specdec.verification import programs, runners, target
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from torch_modes import MODES
@@ -213,14 +214,14 @@ def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: s
     """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
     model = speculative_model()
     facts = model._speculation.facts[0]
-    assert not model_programs.unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts, "kernels")
     module = model.get_submodule(part)
     module.compile()
-    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts, "kernels") == f"{part} is already compiled by torch.compile"
     module._compiled_call_impl = None
-    assert not model_programs.unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts, "kernels")
     module.forward = torch.compile(module.forward)
-    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts, "kernels") == f"{part} is already compiled by torch.compile"
 
 
 class ReadsTheHost(nn.Module):
@@ -428,3 +429,46 @@ def test_a_program_of_inductor_reads_the_weights_where_they_are() -> None:
         for _ in range(2):
             torch.testing.assert_close(run(inputs)[0], layer(inputs).relu())
             layer.weight.neg_()
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "groups", "bound", "gathered"),
+    [
+        (False, True, 99, set()),
+        (True, False, 0, {1, 5}),  # grouped products would wait for the device
+        (True, True, 2, {1}),  # each token has 2 experts
+        (True, True, 9, {1}),
+        (True, True, 10, {1, 5}),
+    ],
+)
+def test_experts_of_wide_trees_are_not_gathered(
+    on_gpu: bool, groups: bool, bound: int, gathered: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_moe")))
+    ids, mask = prompts(1)
+    inputs = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(ids, **inputs)
+    used: dict[int, str] = {}
+    experts, products = model.model.layers[-1].mlp.experts, target.expert_products
+
+    @contextmanager
+    def products_on_gpu(model: Any, num_tokens: int) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target, "execution_device", lambda _model: torch.device("cuda"))
+            with products(model, num_tokens):
+                yield
+
+    for nodes in (5, 1):
+        settings = {"method": "token_recycling", "num_draft_tokens": nodes, "compile": "none"}
+        with monkeypatch.context() as patch:
+            if on_gpu:
+                patch.setattr(target, "expert_products", products_on_gpu)
+            patch.setattr(target, "groups_on_device", lambda _weight: groups)
+            patch.setattr(target, "MAX_GATHERED_EXPERTS", bound)
+            patch.setattr(experts, "forward", lambda hidden, *args: (
+                used.update({len(hidden): model.config._experts_implementation}),
+                type(experts).forward(experts, hidden, *args),
+            )[1], raising=False)  # fmt: skip
+            assert model.generate(ids, **inputs, speculative=settings).tolist() == plain.tolist()
+    assert {nodes for nodes in (1, 5) if used[nodes] == "batched_mm"} == gathered
+    assert used[ids.shape[1]] == model.config._experts_implementation == "grouped_mm"

@@ -1,12 +1,10 @@
 """Every private name of transformers (including its Trainer) and of accelerate that this package uses.
 
-`tests/test_transformers_private.py` checks each name against the installed version; run it with the oldest and the
-newest supported transformers (`make bounds`, `make newest`) to see what a release breaks.
+`test_transformers_private.py` checks each name; `make bounds` and `make newest` run it with other versions.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,11 +24,6 @@ TRAINER_METHODS = (
 
 
 # ------------------------------------------------------------------------------------------- generate()
-
-
-def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context manager in which transformers runs its decoding loop, with its optimisations for decoding."""
-    return model._optimize_model_for_decode()
 
 
 def has_unfinished(model: PreTrainedModel, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
@@ -81,7 +74,7 @@ def allowed_tokens_of(processor: Any) -> Any:
     return processor._prefix_allowed_tokens_fn
 
 
-# ------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------- models and configs
 
 
 def supports_dynamic_cache(model: PreTrainedModel) -> bool:
@@ -119,9 +112,6 @@ def mark_output_hooks_installed(attributes: dict[str, Any]) -> None:
     attributes["_output_capturing_hooks_installed"] = True
 
 
-# ------------------------------------------------------------------------------------------- configs
-
-
 def attention_name(config: PreTrainedConfig) -> str:
     """Return the name of the attention implementation, such as "sdpa"."""
     return config._attn_implementation
@@ -130,6 +120,16 @@ def attention_name(config: PreTrainedConfig) -> str:
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
     """Set the attention implementation without the checks of `set_attn_implementation`."""
     config._attn_implementation_internal = name
+
+
+def experts_name(config: PreTrainedConfig) -> str | None:
+    """Return the implementation of the experts' products, such as "grouped_mm"."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def set_experts_name(config: PreTrainedConfig, name: str) -> None:
+    """Set the implementation of the experts' products without the checks of `set_experts_implementation`."""
+    config._experts_implementation_internal = name
 
 
 def model_name(config: PreTrainedConfig) -> str:

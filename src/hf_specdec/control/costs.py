@@ -19,7 +19,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.heads.head import DraftHead
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.memory import ANSWER_SLOTS
 from hf_specdec.verification.model import cache_argument, execution_device, lm_head_rows, text_config
@@ -101,10 +100,9 @@ def time_forwards(
         nodes = torch.arange(size, device=device)
         parents = (nodes - 1).div(2, rounding_mode="floor") if facts.supports_trees else nodes - 1
         trees[size] = TokenTree(ids[:, context : context + size], parents)
-    with decode_optimizations(model):  # as generation runs it
-        return _seconds_by_size(
-            lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
-        )
+    return _seconds_by_size(
+        lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
+    )
 
 
 @torch.no_grad()
@@ -149,18 +147,19 @@ class StepCosts:
 
     Some widths have a factor by which real steps differ from the seconds given at first. A step corrects the factors
     of widths near its own and of those not used for a long time. Factors of widths that were never used are
-    interpolated between those that were, and so are costs between the widths.
+    interpolated between those that were, and so are costs between the widths, unless trees are padded to them.
 
     Args:
         seconds: Seconds by number of nodes per row; the smallest is 1.
         is_measured: Whether they were measured. If not, only their ratios count, until a step of each width is seen.
+        is_padded: Whether a tree is padded to the next of these widths (`Runner.widths`) and costs what that does.
 
     Attributes:
         arms: How drafting and plain decoding compare at this batch size and in this execution mode.
     """
 
-    def __init__(self, seconds: Mapping[int, float], *, is_measured: bool = True) -> None:
-        self.arms = ArmGains()
+    def __init__(self, seconds: Mapping[int, float], *, is_measured: bool = True, is_padded: bool = False) -> None:
+        self.arms, self._is_padded = ArmGains(), is_padded
         self._given = dict(sorted(seconds.items()))
         self._factors = dict.fromkeys(self._given, 1.0)
         self._seen = dict.fromkeys(self._given, float(FIRST_STEPS * is_measured))  # steps of about this width
@@ -168,20 +167,22 @@ class StepCosts:
 
     @classmethod
     def expected(
-        cls, device: torch.device, *, rows: int, widest: int, known: tuple[int, StepCosts] | None = None
-    ) -> StepCosts:
+        cls, device: torch.device, *, rows: int, widest: int, known: tuple[int, StepCosts] | None = None,
+        runner: Runner | None = None,
+    ) -> StepCosts:  # fmt: skip
         """Return costs of which only the expected ratios are known; runs no forward.
 
         Seconds are assumed to depend on the nodes of all rows together: as `known` of another batch size, otherwise
         see `EXPECTED_NODE_COST`. `widest` is the number of nodes per row of the largest tree.
         """
-        widths = _widths(widest, rows)
         if known is not None:
             others, costs = known
-            table = _interpolated(costs._current())
-            return cls({width: _at(table, width * rows / others) for width in widths}, is_measured=False)
-        slope = EXPECTED_NODE_COST["cpu" if device.type == "cpu" else "accelerator"]
-        return cls({width: 1 + slope * (rows * width - 1) for width in widths}, is_measured=False)
+            table = costs._by_width(costs._current())
+            expected = {width: _at(table, width * rows / others) for width in _widths(widest, rows, runner)}
+        else:
+            slope = EXPECTED_NODE_COST["cpu" if device.type == "cpu" else "accelerator"]
+            expected = {width: 1 + slope * (rows * width - 1) for width in _widths(widest, rows, runner)}
+        return cls(expected, is_measured=False, is_padded=_is_padded(runner))
 
     @classmethod
     def measure(
@@ -192,7 +193,7 @@ class StepCosts:
 
         At most 512 tokens of `context` are used, because real steps correct longer contexts.
         """
-        widths, begin = _widths(widest, rows), time.perf_counter()
+        widths, begin = _widths(widest, rows, runner), time.perf_counter()
         # the fastest of few, because noise only makes a forward slower
         seconds = time_forwards(
             model, widths, max(1, min(context, 512)), facts, rows=rows, rounds=3, pick=min, runner=runner
@@ -202,7 +203,7 @@ class StepCosts:
             "A step of %s with batch size %d takes (milliseconds by nodes per row): %s. Measured once, in %.1f s.",
             type(model).__name__, rows, measured, time.perf_counter() - begin,
         )  # fmt: skip
-        return cls(seconds)
+        return cls(seconds, is_padded=_is_padded(runner))
 
     @property
     def is_plain_known(self) -> bool:
@@ -211,7 +212,7 @@ class StepCosts:
 
     def covers(self, widest: int, rows: int) -> bool:
         """Whether there is a cost for the largest width needed with this batch size and trees up to `widest` nodes."""
-        return self.max_width >= _widths(widest, rows)[-1]
+        return self.max_width >= _most(widest, rows)
 
     @property
     def max_width(self) -> int:
@@ -233,14 +234,14 @@ class StepCosts:
 
     def plain_seconds(self, share: float) -> float:
         """Return the seconds of a plain step of a fraction of the rows, see `table`."""
-        return self.plain if share == 1 else _at(_interpolated(self._current()), share)
+        return self.plain if share == 1 else _at(self._by_width(self._current()), share)
 
     def table(self, share: float = 1.0) -> tuple[float, ...]:
         """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`; see also `RETRY_STEPS`.
 
         `share` is the fraction of the rows that take part; seconds are assumed to depend on the total number of nodes.
         """
-        whole = _interpolated(
+        whole = self._by_width(
             {width: seconds * exp(-self._unvisited[width] / RETRY_STEPS) for width, seconds in self._current().items()}
         )
         return whole if share == 1 else tuple(_at(whole, width * share) for width in range(1, len(whole) + 1))
@@ -253,10 +254,12 @@ class StepCosts:
         width = round(width * share)
         if not 1 <= width <= self.max_width:
             return
+        if self._is_padded:
+            width = next(known for known in self._given if known >= width)
         if not any(self._seen.values()):  # only ratios are known
-            self._factors = dict.fromkeys(self._given, seconds / _interpolated(self._given)[width - 1])
+            self._factors = dict.fromkeys(self._given, seconds / self._by_width(self._given)[width - 1])
         current = self._current()
-        surprise = seconds / _interpolated(current)[width - 1]
+        surprise = seconds / self._by_width(current)[width - 1]
         is_certain = surprise < 1 / MAX_SURPRISE  # other load makes no step faster, so the cost was wrong
         surprise = min(surprise, MAX_SURPRISE)
         for known, seen in self._seen.items():
@@ -270,6 +273,17 @@ class StepCosts:
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
         for known in self._seen:
             self._seen[known] += max(0.0, 1 - abs(log2(known / width)))
+
+    def _by_width(self, seconds: Mapping[int, float]) -> tuple[float, ...]:
+        """Return the seconds for 1, 2, ... nodes, given those of some widths, ascending from 1.
+
+        Example: {1: 1.0, 3: 2.0} gives (1.0, 1.5, 2.0), or (1.0, 2.0, 2.0) if trees are padded.
+        """
+        widths, found = list(seconds), [seconds[1]]
+        for low, high in pairwise(widths):
+            step = 0.0 if self._is_padded else (seconds[high] - seconds[low]) / (high - low)
+            found += [seconds[high] - step * (high - width) for width in range(low + 1, high + 1)]
+        return tuple(found)
 
     def _current(self) -> dict[int, float]:
         """Return the seconds by width, with the factors learned so far.
@@ -293,10 +307,19 @@ class StepCosts:
         return found
 
 
-def _widths(widest: int, rows: int) -> list[int]:
+def _most(widest: int, rows: int) -> int:
+    """Return the largest width whose cost is known or learned."""
+    return min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
+
+
+def _widths(widest: int, rows: int, runner: Runner | None) -> list[int]:
     """Return the widths whose costs are known or learned, ascending."""
-    most = min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
-    return [*(width for width in MEASURED_WIDTHS if width < most), most]
+    widths, most = MEASURED_WIDTHS if runner is None else runner.widths or MEASURED_WIDTHS, _most(widest, rows)
+    return [*(width for width in widths if width < most), most]
+
+
+def _is_padded(runner: Runner | None) -> bool:
+    return runner is not None and bool(runner.widths)
 
 
 def _at(seconds: Sequence[float], width: float) -> float:
@@ -309,18 +332,6 @@ def _at(seconds: Sequence[float], width: float) -> float:
     low = min(max(int(width), 1), len(seconds) - 1)
     found = seconds[low - 1] + (seconds[low] - seconds[low - 1]) * (width - low)
     return max(found, seconds[0] / 2)
-
-
-def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
-    """Interpolate linearly: return the seconds for 1, 2, ... nodes, given those of some widths (ascending, from 1).
-
-    Example: {1: 1.0, 3: 2.0} gives (1.0, 1.5, 2.0).
-    """
-    widths, found = list(seconds), list[float]()
-    for low, high in pairwise(widths):
-        step = (seconds[high] - seconds[low]) / (high - low)
-        found += [seconds[low] + step * index for index in range(high - low)]
-    return (*found, seconds[widths[-1]])
 
 
 # ------------------------------------------------------------------------------------------- drafting or not

@@ -212,13 +212,13 @@ class HeadSchedule:
 
     Args:
         num_steps: The head's depth.
-        stops_itself: Whether the head stops at unlikely levels (`Budget.min_level_probability`): then the full depth
-            is the only option, otherwise 1, 2, 4, ... levels and the full depth are.
+        full_depth_only: Whether the full depth is the only option, because the head stops at unlikely levels
+            (`Budget.min_level_probability`) or because every depth is a graph; otherwise 1, 2, 4, ... levels are, too.
     """
 
-    def __init__(self, num_steps: int, *, stops_itself: bool = False) -> None:
+    def __init__(self, num_steps: int, *, full_depth_only: bool = False) -> None:
         depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
-        self.options = [QueryStats(depth) for depth in ([num_steps] if stops_itself else sorted(depths))]
+        self.options = [QueryStats(depth) for depth in ([num_steps] if full_depth_only else sorted(depths))]
         self.level_seconds = 0.0  # moving average of drafting one level; 0.0: not measured yet
 
     @property
@@ -321,14 +321,14 @@ class LearnedStats:
         for schedule in self.schedules.values():
             schedule.fade()
 
-    def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
+    def schedule(self, name: str, batch_size: int, num_steps: int, *, full_depth_only: bool) -> HeadSchedule:
         """Return the schedule of the head of this drafter, created if there is none for this batch size and depth.
 
         A new one starts with the gains of the head's schedule for another batch size or depth, if any.
         """
         known = self.schedules.get((name, batch_size))
         if known is None or known.deepest.num_steps != num_steps:
-            known = HeadSchedule(num_steps, stops_itself=stops_itself)
+            known = HeadSchedule(num_steps, full_depth_only=full_depth_only)
             others = [schedule for (other, _), schedule in self.schedules.items() if other == name]
             if others:
                 known.inherit(others[-1])
@@ -435,9 +435,10 @@ class MergePolicy:
                 stats.learn(without, with_it, share * (num_emitted - before), active_rows)
         self.queries = []
 
-    def schedule(self, name: str, num_steps: int) -> HeadSchedule:
-        """Return the schedule of a head with this depth."""
-        return self._learned.schedule(name, self._batch_size, num_steps, stops_itself=self._stops_heads)
+    def schedule(self, name: str, num_steps: int, *, launches: bool) -> HeadSchedule:
+        """Return the schedule of a head with this depth; `launches`: it drafts before the host reads the last step."""
+        full_depth_only = self._stops_heads or launches
+        return self._learned.schedule(name, self._batch_size, num_steps, full_depth_only=full_depth_only)
 
     def choose_query(self, schedule: HeadSchedule, without: Width | None, active_rows: int) -> QueryStats | None:
         """Return the statistics of the depth to query a head to; None: do not query it.

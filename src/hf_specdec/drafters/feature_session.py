@@ -316,7 +316,7 @@ class FeatureSession(LaunchingSession):
         if entries.nodes is None:
             self._cache.commit_unread(entries.path)
         else:
-            self._cache.commit(entries.path, entries.nodes)
+            self._cache.commit(entries.nodes)
 
     def _plan(self, budget: Budget) -> DraftPlan:
         levels, choices = None, self._limits.choices
@@ -333,7 +333,7 @@ class FeatureSession(LaunchingSession):
         inputs = entries.features, entries.tokens, entries.valid
         if graphs is None or width > CAPTURED_WIDTHS[-1] or not self._has_memory:
             return functions.read(self._committed(), *inputs)
-        width = width_for(width)
+        width = CAPTURED_WIDTHS[-1]
         bucket = self._bucket(width, 0)
 
         def read(features: Tensor, tokens: Tensor, valid: Tensor, *committed: Tensor) -> Sequence[Tensor]:
@@ -364,17 +364,18 @@ class FeatureSession(LaunchingSession):
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; with graphs, one graph reads the step and drafts."""
         graphs, functions, plan, kept = self._graphs, self._functions, self._plan(budget), step.acceptance
-        (rows, width), num_states = kept.path.shape, step.draft.tree.num_nodes
+        rows, num_states = len(kept.path), CAPTURED_WIDTHS[-1]
+        width = width_for(plan.max_depth + 1)  # nodes of the path: a merged tree may be deeper than the head's own
         if (
             graphs is None
             or self._prompt is not None
             or self._pending
             or plan.stops_early
-            or max(num_states, width) > CAPTURED_WIDTHS[-1]
+            or step.draft.tree.num_nodes > num_states
+            or kept.path.shape[1] > width
             or not self._has_memory
         ):
             return super().launch(step, budget)
-        num_states, width = width_for(num_states), width_for(width)
         bucket = self._bucket(width, plan.num_entries)
 
         def advance(

@@ -300,7 +300,8 @@ class _HybridSession(DraftSession):
         """
         if self._launches and head.session.can_launch:
             return self._launched.get(head.name)
-        schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
+        num_steps = min(head.limits.num_steps, budget.num_steps)
+        schedule = self._policy.schedule(head.name, num_steps, launches=head.session.can_launch)
         stats = self._policy.choose_query(schedule, without, len(self._active))
         if stats is None:
             return None
@@ -320,7 +321,8 @@ class _HybridSession(DraftSession):
         for head in self._heads:
             if not head.session.can_launch:
                 continue
-            schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
+            num_steps = min(head.limits.num_steps, budget.num_steps)
+            schedule = self._policy.schedule(head.name, num_steps, launches=True)
             stats = self._policy.choose_query(schedule, self._policy.without, len(self._active))
             if stats is None:
                 continue

@@ -44,7 +44,7 @@ from hf_specdec.trees.growth import Level, best_children, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Graphed, Input, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Graphed, Input
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.step import Step
@@ -431,7 +431,7 @@ class _RecyclingSession(LaunchingSession):
         rows, num_nodes = tree.tokens.shape
         if self._program is None or budget.is_plain or num_nodes > CAPTURED_WIDTHS[-1]:
             return super().launch(step, budget)
-        width, length, grown = width_for(num_nodes), width_for(kept.path.shape[1]), growable(budget)
+        width, grown = CAPTURED_WIDTHS[-1], growable(budget)
         log_probs, ids = table.candidates(step.verification.logits)
 
         def advance(
@@ -445,11 +445,11 @@ class _RecyclingSession(LaunchingSession):
 
         # nodes and path entries that pad a step are ignored by `learn`; graphs hold the table's address
         drafted, parents, self._previous, edges = self._program(
-            (rows, width, length, grown),
+            (rows, grown),
             advance,
             Input(tree.tokens, width),
             Input(tree.parents.expand(rows, -1), width, ROOT_PARENT),
-            Input(kept.path, length, -1),
+            Input(kept.path, width, -1),
             Input(kept.next_token),
             Input(self._previous),
             Input(ids, width),

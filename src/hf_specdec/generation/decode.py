@@ -24,7 +24,6 @@ from hf_specdec.drafters.checked import start_session
 from hf_specdec.generation.call import Call
 from hf_specdec.host_sync import read
 from hf_specdec.reporting.stats import SpeculationStats, TracedRow, TracedStep
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Draft
 from hf_specdec.trees.tree import ROOT_PARENT
 from hf_specdec.verification.cache import layer_windows
@@ -102,7 +101,6 @@ class _Loop:
             roots = call.text.begin(prefill.logits[:, -1])
             self._layers.add_prompt(prefill)
         call.text.stream(call.streamer)
-        stack.enter_context(decode_optimizations(target.model))
         with self.time("draft"):
             width, padding = call.input_ids.shape[1], target.padding
             launches = decides_on_device(call.rule, call.text, roots.device)

@@ -19,7 +19,6 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
-from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.captured import CapturedGreedy, GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -28,7 +27,7 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
-from hf_specdec.verification.trials import first_inputs, is_random
+from hf_specdec.verification.trials import allowed_distance, first_inputs, is_random
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     The mode "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
     uses the model's own forward. Each is captured if the device has a graph backend.
     """
-    if reason := unsupported_reason(model, facts):
+    if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
     inner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
@@ -191,8 +190,11 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     return _checked(model, facts, GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True))
 
 
-def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
-    """Return why the forward can be neither compiled nor captured, or an empty string if no reason is known."""
+def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
+    """Return why the forward cannot be compiled or captured, or an empty string if no reason is known.
+
+    The products of any quantisation may be captured: a capture is checked operation by operation and by its replay.
+    """
     if not facts.supports_trees:
         return f"it verifies chains only: {facts.chain_only_reason}"
     if facts.unpacked_reason:
@@ -209,7 +211,8 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {device}:
         return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
-    if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if mode != "cuda_graph" and quantizer is not None and not quantizer.is_compileable:
         return "its quantisation cannot be compiled, according to transformers"
     for name, module in model.named_modules():  # any call of a compiled module may compile again, and read the device
         forward = getattr(module.forward, "__func__", module.forward)
@@ -230,7 +233,7 @@ def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runn
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
-    tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
+    tolerance = allowed_distance(model.dtype, execution_device(model), EXACT, MAX_TOLERANCE)
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
     widest = max(map(len, TEST_TREES))
     size = TEST_PROMPT_LENGTH + widest
@@ -240,7 +243,7 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
     order = sorted(runner.layers)
-    with target.tapped(order), decode_optimizations(model):
+    with target.tapped(order):
         target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]

@@ -243,7 +243,7 @@ def current_costs(
         if (known[0], known[2]) == (key[0], key[2]) and known[1] != rows and costs.is_plain_known
     ]
     nearest = min(others, key=lambda entry: abs(log2(entry[0] / rows)), default=None)
-    costs = StepCosts.expected(execution_device(model), rows=rows, widest=widest, known=nearest)
+    costs = StepCosts.expected(execution_device(model), rows=rows, widest=widest, known=nearest, runner=runner)
     state.keep_costs(key, costs)
     return costs
 

@@ -22,6 +22,7 @@ from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.verification.programs import CaptureError, make_program
+from hf_specdec.verification.trials import allowed_distance
 
 EXAMPLE_SHAPE = (2, 7)
 """Batch size and number of entries of the example inputs for tracing."""
@@ -116,7 +117,7 @@ def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None,
         ]  # fmt: skip
     for expected, actual in zip(*results, strict=True):
         distance = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
-        tolerance = EXACT_TOLERANCE if expected.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+        tolerance = allowed_distance(expected.dtype, expected.device, EXACT_TOLERANCE, HALF_TOLERANCE)
         if not float(distance.median()) <= tolerance:
             raise CaptureError(f"its compiled outputs differ from its own by {float(distance.median()):.1e}")
     return traced

@@ -39,6 +39,8 @@ class GraphForward(KeptMemory, Runner):
         has_masks: Whether they did so in the last forward.
     """
 
+    widths = CAPTURED_WIDTHS
+
     def __init__(self, inner: Runner, backend: GraphBackend, *, has_masks: bool = False) -> None:
         super().__init__()
         self._keeps_masks = self.has_masks = has_masks
@@ -147,7 +149,7 @@ class CapturedGreedy:
         on_device = transcript.decides_on(logits.device) and not transcript.processes_scores
         if not on_device or num_nodes > CAPTURED_WIDTHS[-1]:
             return greedy(tree, logits, transcript)
-        account, width = transcript.account_on(logits.device), width_for(num_nodes)
+        account, width = transcript.account_on(logits.device), CAPTURED_WIDTHS[-1]  # of any width: one graph
         ends, eos = account.ends, account.eos
 
         def accept(tokens: Tensor, parents: Tensor, choices: Tensor, remaining: Tensor) -> Sequence[Tensor]:

@@ -36,8 +36,10 @@ from hf_specdec.verification.memory import (
 
 logger = logging.getLogger(__name__)
 
-CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""Nodes per row of captured steps. A tree is padded to the next width; trees above the last run without a graph."""
+CAPTURED_WIDTHS = (1, 8, 16, 32, 64)
+"""Nodes per row of captured forwards. A tree is padded to the next width, trees above the last run without a graph.
+Few, because every width is a graph, and on a GPU a step takes about as long for 2 or 4 nodes as for 8. Steps with few
+operations (acceptance, what drafters learn from a step) have the last width alone."""
 MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) - 1
 """Maximum number of padding nodes of a tree, which also occupy cache slots."""
 CAPTURE_AFTER = 2
@@ -150,7 +152,6 @@ class Graphed:
                 self._moves = moves
             shape = self._shapes.pop(key, None)
             if shape is None:
-                note_one_time_work()
                 shape = _Shape(function, inputs, self._outputs)
             self._shapes[key] = shape
             if len(self._shapes) > KEPT_SHAPES:
@@ -164,8 +165,11 @@ class Graphed:
         if shape.replay is not None:
             shape.replay()
             return
+        may_capture = not shape.refused and self._failures < MAX_FAILURES
+        if shape.times == 1 or (may_capture and shape.times > 0):
+            note_one_time_work()  # a run without a graph takes 10 to 30 times as long as the replays to come
         shape.run()
-        if shape.times > CAPTURE_AFTER and not shape.refused and self._failures < MAX_FAILURES:
+        if shape.times > CAPTURE_AFTER and may_capture:
             try:
                 shape.replay = self._capture(shape)
                 self._failures = 0
@@ -192,7 +196,6 @@ class Graphed:
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
     def _capture(self, shape: _Shape) -> Callable[[], None]:
-        note_one_time_work()
         with CapturableOnly():
             shape.run()
         replay = self._backend.capture(shape.run)
@@ -225,22 +228,39 @@ class _Shape:
         self.times, self.refused = 0, False
         self.replay: Callable[[], None] | None = None
         device = next(value.device for value in (given.value for given in inputs) if isinstance(value, Tensor))
-        self._buffers = []
+        self._buffers: list[Tensor] = []
+        # integers of a row, or without padding, lie side by side: one launch fills them; and what pads each of them
+        self._joined, self._pads = torch.empty(0), dict[int, Tensor]()
         with persistent_tensors():
-            for given in inputs:
+            for index, given in enumerate(inputs):
+                buffer = torch.zeros((), dtype=torch.long, device=device)
                 if isinstance(given.value, Tensor):
                     sizes = list(given.value.shape)
                     if given.width is not None:
                         sizes[1] = given.width
                     buffer = torch.full(sizes, given.fill, dtype=given.value.dtype, device=device)
-                else:
-                    buffer = torch.zeros((), dtype=torch.long, device=device)
+                    is_whole = given.width is None or len(buffer) == 1
+                    if is_whole and buffer.dtype == torch.long and not given.is_constant:
+                        self._pads[index] = buffer.flatten()
                 self._buffers.append(buffer)
+            if self._pads:
+                self._joined = torch.cat([*self._pads.values()])
+                parts = self._joined.split([pad.numel() for pad in self._pads.values()])
+                for index, part in zip(self._pads, parts, strict=True):
+                    self._buffers[index] = part.view(self._buffers[index].shape)
 
     def fill(self, inputs: Sequence[Input]) -> None:
         """Copy the inputs into the buffers."""
+        if self._pads:
+            parts = list[Tensor]()
+            for index, pad in self._pads.items():
+                value: Any = inputs[index].value
+                parts += [value.to(pad.device).flatten(), pad[value.numel() :]]
+            torch.cat(parts, out=self._joined)
         for index, (given, buffer) in enumerate(zip(inputs, self._buffers, strict=True)):
             value = given.value
+            if index in self._pads:
+                continue
             if isinstance(value, int):
                 if self._last[index] != value:
                     buffer.fill_(value)

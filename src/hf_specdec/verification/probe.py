@@ -149,6 +149,8 @@ TRIED_CHAIN: _Tried = {"parents": (-1, 0, 1, 2), "path": (0, 1, 2)}
 """The same of the chain."""
 TEXTS = 3
 """Texts that decide in half precision if a first text shows rounding."""
+MORE_TEXTS = 2 * TEXTS
+"""Texts that decide on packed attention after a refusal by `TEXTS` of them, which may be chance."""
 
 
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
@@ -156,8 +158,8 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
 
     Costs a plain `generate()` of two tokens after prompts of six in two rows (three tokens for a chain), the same
     prompts again, and one forward over four nodes. If arithmetic is inexact and that shows rounding, three times as
-    many texts decide. Does not modify the model. Verdicts on models of transformers itself are kept on disk, see
-    `_kept_file`.
+    many texts decide, and six times as many if packed attention is refused. Does not modify the model. Verdicts on
+    models of transformers itself are kept on disk, see `_kept_file`.
     """
     gate(model)
     fingerprint = Fingerprint.of(model)
@@ -243,17 +245,22 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             with attending(plain_attention):
                 return run_plainly(model, num_texts, num_tokens)
 
-        def attempt(new_target: Callable[[], Target], tried: _Tried) -> Target:
+        def attempt(new_target: Callable[[], Target], tried: _Tried, texts: Sequence[int] = (TEXTS,)) -> Target:
             run = plain(1, len(tried["path"]))
             try:
                 return _probe(new_target(), tried, run, None, EXACT if exact else CLOSE)
             except _CannotVerifyError:
                 if exact:
                     raise
-            run = plain(TEXTS, len(tried["path"]))
-            whole = run_whole(model, run.prompt, run.mask, run.answer)
-            rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
-            return _probe(new_target(), tried, run, rounding, ROUNDING_FACTOR)
+            for count in texts:
+                run = plain(count, len(tried["path"]))
+                whole = run_whole(model, run.prompt, run.mask, run.answer)
+                rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
+                try:
+                    return _probe(new_target(), tried, run, rounding, ROUNDING_FACTOR)
+                except _CannotVerifyError as refusal:
+                    failure = refusal
+            raise failure
 
         def new_tree_target(packed: bool) -> Target:
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
@@ -264,7 +271,8 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
-                target = attempt(functools.partial(new_tree_target, packed), TRIED_TREE)
+                texts = (TEXTS, MORE_TEXTS) if packed else (TEXTS,)  # a refusal of packed attention alone is checked
+                target = attempt(functools.partial(new_tree_target, packed), TRIED_TREE, texts)
                 assert isinstance(target.cache, TreeCache)
                 if not plain_attention.is_asked:
                     unpacked = unpacked or "its layers do not call transformers' attention function"
@@ -356,6 +364,7 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
         distance = distance / rounding.clamp(*ROUNDING)
     for name, rows in zip(("", " in a padded row"), distance.split(len(actual) // 2), strict=True):
         middle = float(rows.median())
+        logger.debug("Logits %s%s: %.2g of %.2g allowed.", place, name, middle, allowed)
         if not middle <= allowed:
             excess = "" if rounding is None else f" by {middle:.1f} times the rounding error of its forward"
             raise _CannotVerifyError(f"its logits {place}{name} differ from plain decoding's{excess}")

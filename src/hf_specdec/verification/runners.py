@@ -40,10 +40,12 @@ class Runner(ABC):
     Attributes:
         layers: Layers whose hidden states it returns, see `Features`.
         copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
+        widths: Numbers of nodes that a tree is padded to, ascending; empty if trees are not padded.
     """
 
     layers: frozenset[int]
     copies_weights = False
+    widths: tuple[int, ...] = ()
 
     @abstractmethod
     def __call__(

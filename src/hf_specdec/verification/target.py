@@ -21,11 +21,12 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.transformers_private import prefill
+from hf_specdec.transformers_private import experts_name, prefill, set_experts_name
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import ChosenStates, Features, FeatureTap, PromptPadding, Window
+from hf_specdec.verification.graph_backends import groups_on_device
 from hf_specdec.verification.masks import UNBOUNDED, LengthBounds, Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
 from hf_specdec.verification.step import Verified
@@ -34,6 +35,38 @@ REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one entry per token, whose last entry is repeated for new tokens, as in plain `generate()`."""
 TEXT_INPUTS = ("mm_token_type_ids",)
 """Model inputs with one entry per token that are zero for new tokens."""
+
+MAX_GATHERED_EXPERTS = 16
+"""Rows x nodes x experts per token up to which a forward on a GPU gathers the weights of its experts.
+
+That is transformers' choice for all decoding (`batched_mm`): it copies the weights of every selected expert, so they
+are moved three times. `grouped_mm` reads those of each expert once, with about ten small kernels more per layer. At 32
+nodes of Qwen3-30B-A3B the copies are 2.4 GB per layer; a plain step still gathers. By calculation, not measured."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+"""Names of the number of selected experts in transformers' configs."""
+
+
+@contextmanager
+def expert_products(model: PreTrainedModel, num_tokens: int) -> Iterator[None]:
+    """Choose how a forward over this many tokens multiplies by the weights of its experts, if it has any.
+
+    On a CPU the model's own implementation stays, as in transformers. Where grouped products read the sizes of their
+    groups on the host, they cannot be captured: then weights are gathered for any number of tokens.
+    """
+    config = text_config(model)
+    if experts_name(config) != "grouped_mm" or execution_device(model).type == "cpu":
+        yield
+        return
+    selected = next(
+        (getattr(config, name) for name in EXPERTS_PER_TOKEN if hasattr(config, name)), MAX_GATHERED_EXPERTS
+    )
+    count = num_tokens * (max(selected) if isinstance(selected, Sequence) else selected)
+    gathers = count <= MAX_GATHERED_EXPERTS or not groups_on_device(next(model.parameters()))
+    set_experts_name(config, "batched_mm" if gathers else "grouped_mm")
+    try:
+        yield
+    finally:
+        set_experts_name(config, "grouped_mm")
 
 
 class Target(ABC):
@@ -151,7 +184,8 @@ class Target(ABC):
 
         The tree may have several roots (parent -1), which follow the committed tokens.
         """
-        return self._run(tree, known).logits
+        with expert_products(self.model, tree.tokens[:, known:].numel()):
+            return self._run(tree, known).logits
 
     def forget(self) -> None:
         """Discard the nodes appended by `extend`; required before the next verification."""
@@ -258,7 +292,8 @@ class Target(ABC):
         """Run the model over the whole tree; its keys and values are appended to the cache, but not committed."""
         if self._tap is not None:
             self._tap.clear()
-        outputs = self._run(tree)
+        with expert_products(self.model, tree.tokens.numel()):
+            outputs = self._run(tree)
         return Verified(outputs.logits, self._features(), *self._layers(outputs))
 
     def _step_inputs(self, tokens: Tensor) -> dict[str, Any]:

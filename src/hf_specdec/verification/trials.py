@@ -215,11 +215,26 @@ def drops_cache(model: nn.Module) -> bool:
     return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def multiplies_exactly(device: torch.device) -> bool:
-    """Return whether a device multiplies float32 matrices in full precision; False if TF32 or the like is enabled."""
+def float32_error(device: torch.device) -> float:
+    """Return the relative error of a product of float32 matrices: about 1e-7, or 3e-4 if TF32 is enabled."""
     matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
     exact, product = matrix.double() @ matrix.double(), (matrix.to(device) @ matrix.to(device)).cpu().double()
-    return bool((product - exact).norm() < 1e-5 * exact.norm())
+    return float((product - exact).norm() / exact.norm())
+
+
+def multiplies_exactly(device: torch.device) -> bool:
+    """Return whether a device multiplies float32 matrices in full precision; False if TF32 or the like is enabled."""
+    return float32_error(device) < 1e-5
+
+
+def allowed_distance(dtype: torch.dtype, device: torch.device, exact: float, half: float) -> float:
+    """Return the relative distance allowed between two forms of a forward, given those in full and half precision.
+
+    In float32 with TF32 or the like it is between the two: a hundred times the error of a single product.
+    """
+    if dtype == torch.float32:
+        return min(half, max(exact, 100 * float32_error(device)))
+    return exact if dtype == torch.float64 else half
 
 
 def is_random(model: PreTrainedModel) -> bool:
