@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 LAYERS = (
-    "errors records atomic host_sync transformers_private validation config",
+    "errors records atomic host_sync randomness transformers_private validation config",
     "trees reporting cpu fusion",
     "acceptance heads verification",
     "control checkpoints drafters",

@@ -26,7 +26,7 @@ from hf_specdec.drafters.eagle import LayerDrafter
 from hf_specdec.drafters.feature_session import Committed, DraftPlan, Entries, HeadFunctions, LayerLimits
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.dflash import DFlashHead, block_masks
+from hf_specdec.heads.dflash import DFlashHead, block_views
 from hf_specdec.heads.stages import Stages
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import (
@@ -145,15 +145,13 @@ class BlockFunctions(HeadFunctions):
         head, device, size = self.head, self.head.device, plan.num_entries
         numbers = torch.arange(size, dtype=torch.long, device=roots.device)
         tokens = torch.where(numbers == 0, roots[:, None], head.config.mask_token_id)
-        masks = [
-            committed.slots.mask(seen, block).to(device)
-            for seen, block in block_masks(head, committed.entries, committed.lengths, size)
-        ]
+        views = block_views(head, committed.lengths, size)
+        masks = {window: committed.mask(*view).to(device) for window, view in views.items()}
         outputs = self.stages.read(
             self.embedding(tokens).to(device, head.dtype),
             (committed.first_positions + numbers).to(device),
             committed.slots.cache(0, size),
-            masks,
+            [masks[window] for window in head.layer_windows],
         )
         return grow_block(BlockOutputs(head, self.stages, roots, outputs), plan.shape, self.threshold)
 

@@ -36,6 +36,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.device_attention import Mask
 from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
@@ -234,7 +235,7 @@ class LayerFunctions(HeadFunctions):
     def _fuse(self, features: Tensor) -> Tensor:
         return self.stages.fuse(features.to(self.device, self.dtype))
 
-    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
+    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: Cache, mask: Mask | None) -> Tensor:
         """Run the layer over T new entries and return its outputs `[B, T, D]`, on the device of the tokens."""
         outputs = self.stages.read(
             self.embedding(tokens).to(self.device, self.dtype),

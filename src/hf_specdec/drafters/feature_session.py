@@ -26,7 +26,9 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import StaticLevels, TreeShape, choices_within
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.validation import Choice
+from hf_specdec.verification import device_attention
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.device_attention import MOST_APPENDED, Mask, VisibleKeys, words_of
 from hf_specdec.verification.features import PromptPadding, Window, shifted_padding
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import (
@@ -42,7 +44,6 @@ from hf_specdec.verification.graphs import (
     width_for,
 )
 from hf_specdec.verification.masks import committed_slots
-from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.step import Step
 
 RESERVED_SLOTS = 512
@@ -146,8 +147,16 @@ class Committed:
         size = self.slots.size
         return committed_slots(self.lengths, size, self.padding if size else None)
 
-    def mask(self, places: Tensor, visible: Tensor, window: int | None) -> Tensor:
-        """Return which entries new ones at `places` `[B, T]` of their rows see; `visible`: which new ones they see."""
+    def mask(self, places: Tensor, visible: Tensor, window: int | None) -> Mask:
+        """Return which entries new ones at `places` `[B, T]` of their rows see.
+
+        Bool `visible` `[B or none, T, A]`: which of the A entries appended since the last commit they see.
+        """
+        if isinstance(self.slots, BucketSlots) and not self.slots.has_masks:
+            assert self.padding is not None
+            words = words_of(visible).expand(places.shape)
+            fields = self.slots.free[0], places, words, self.padding.valid, self.padding.left, visible.shape[-1]
+            return VisibleKeys(self.lengths, *fields, window=window or 0)
         seen = self.entries[:, None].expand(-1, places.shape[1], -1)
         if window is not None:
             columns = torch.arange(self.slots.size, dtype=torch.long, device=places.device)
@@ -234,6 +243,7 @@ class FeatureSession(LaunchingSession):
             )
         super().__init__(context.roots)
         self._functions, self._limits, self._feature_layers = functions, limits, head.feature_layers
+        self._needs_masks: bool = head.needs_masks
         self._cache: TreeCache = head.new_cache(RESERVED_SLOTS)
         self._graphs = graphs if head.device == context.roots.device else None
         if self._graphs is not None:
@@ -324,13 +334,13 @@ class FeatureSession(LaunchingSession):
         if graphs is None or width > CAPTURED_WIDTHS[-1] or not self._has_memory:
             return functions.read(self._committed(), *inputs)
         width = CAPTURED_WIDTHS[-1]
-        bucket = self._bucket(width)
+        bucket = self._bucket(width, 0)
 
         def read(features: Tensor, tokens: Tensor, valid: Tensor, *committed: Tensor) -> Sequence[Tensor]:
             return [functions.read(_captured(bucket, *committed), features, tokens, valid)]
 
         padded = (Input(tensor, width) for tensor in inputs)
-        key = rows, width, bucket.size
+        key = rows, width, *bucket.key
         (last,) = graphs.reads(key, read, *padded, *self._inputs_of(bucket), moves=graphs.memory.moves)
         return last
 
@@ -342,13 +352,13 @@ class FeatureSession(LaunchingSession):
             draft = functions.draft(self._committed(), self._roots, self._last, plan)
             self._cache.rollback()
             return draft
-        bucket = self._bucket(plan.num_entries)
+        bucket = self._bucket(0, plan.num_entries)
 
         def grow(roots: Tensor, last: Tensor, *committed: Tensor) -> Sequence[Tensor]:
             return _outputs(functions.draft(_captured(bucket, *committed), roots, last, plan))
 
         inputs = Input(self._roots), Input(self._last), *self._inputs_of(bucket)
-        results = graphs.drafts((rows, bucket.size, *plan.key), grow, *inputs, moves=graphs.memory.moves)
+        results = graphs.drafts((rows, *bucket.key, *plan.key), grow, *inputs, moves=graphs.memory.moves)
         return _drafted(results, plan)
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
@@ -366,7 +376,7 @@ class FeatureSession(LaunchingSession):
             or not self._has_memory
         ):
             return super().launch(step, budget)
-        bucket = self._bucket(width + plan.num_entries)
+        bucket = self._bucket(width, plan.num_entries)
 
         def advance(
             states: Tensor, path: Tensor, tokens: Tensor, roots: Tensor, *committed: Tensor
@@ -384,7 +394,7 @@ class FeatureSession(LaunchingSession):
 
         lengths = list(self._cache.lengths)
         *results, grown, last = graphs.steps(
-            (rows, num_states, width, bucket.size, *plan.key),
+            (rows, num_states, width, *bucket.key, *plan.key),
             advance,
             Input(features_of(step).of(self._feature_layers), num_states),
             Input(kept.path, width, -1),
@@ -404,11 +414,15 @@ class FeatureSession(LaunchingSession):
         assert self._graphs is not None
         return self._graphs.memory.owns(self._cache) and self._cache.layers[0].is_initialized
 
-    def _bucket(self, num_entries: int) -> Bucket:
-        """Make room for new entries, and return where a graph appends them."""
-        end = self._cache.start + num_entries
-        self._cache.store.make_room(end)
-        return Bucket(self._cache, min(bucket_of(end), self._cache.capacity), num_entries)
+    def _bucket(self, num_read: int, num_drafted: int) -> Bucket:
+        """Make room for entries that are read, and those of a draft; return where a graph appends them."""
+        self._cache.store.make_room(self._cache.start + num_read + num_drafted)
+        has_masks = (
+            self._needs_masks
+            or max(num_read, num_drafted) > MOST_APPENDED
+            or not device_attention.can_attend(self._cache.buffers, ("full", "sliding"))
+        )
+        return Bucket(self._cache, num_read + num_drafted, has_masks=has_masks)
 
     def _committed(self) -> Committed:
         return Committed(Appended(self._cache), self._lengths, self._padding)

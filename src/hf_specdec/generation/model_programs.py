@@ -181,26 +181,26 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     device, order = execution_device(model), sorted(layers)
     if mode == "cuda_graph" and device.type in FUSING_DEVICES:
         try:
-            return _checked(model, facts, CompiledForward(model, order, mode))
+            return _captured(model, facts, CompiledForward(model, order, mode))
         except CaptureError as error:
             logger.info("The small operations of %s are not fused: %s.", type(model).__name__, error)
-    return _checked(
-        model, facts, ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
-    )
+    inner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    return _captured(model, facts, inner)
 
 
-def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
-    """Return a runner, captured if the device has a graph backend, after checking it."""
+def _captured(model: PreTrainedModel, facts: TargetFacts, inner: Runner) -> Runner:
+    """Return a forward as graphs, without masks if that works; the forward itself if the device has no graphs."""
     device = execution_device(model)
-    if device.type in GRAPH_BACKENDS:
-        runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
+    if device.type not in GRAPH_BACKENDS:
+        return _checked(model, facts, inner)
+    captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device))
     try:
-        _check(model, facts, runner)
-    except CaptureError:
-        raise
-    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
-        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
-    return runner
+        return _checked(model, facts, captured)
+    except CaptureError as error:
+        if captured.has_masks:
+            raise
+        logger.info("Graphs of %s attend with masks: without them, %s.", type(model).__name__, error)
+    return _checked(model, facts, GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True))
 
 
 def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
@@ -232,6 +232,16 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: Executi
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
             return f"{name or 'it'} is already compiled by torch.compile"
     return ""
+
+
+def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
+    try:
+        _check(model, facts, runner)
+    except CaptureError:
+        raise
+    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
+        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
+    return runner
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:

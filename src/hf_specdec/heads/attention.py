@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.verification import tree_attention
+from hf_specdec.verification.device_attention import Mask, VisibleKeys
 from hf_specdec.verification.tree_attention import append_and_attend
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -133,7 +134,7 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
+def attend_over(cache: Cache, mask: Mask | Sequence[Mask] | None) -> Attend:
     """Return a function that appends the new entries to a cache and attends to all of its entries.
 
     Use one function per forward: its i-th call uses layer i of the cache, for the i-th layer of the draft model.
@@ -141,13 +142,16 @@ def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
     Args:
         cache: Any transformers cache, with one layer per draft layer.
         mask: `[B, 1, T, S]` bool, True for visible entries, where S counts the cache's entries including the T new
-            ones; or one such mask per layer. None means causal attention, and requires an empty cache.
+            ones; or the visible keys, over the memory of a graph; or one of them per layer. None means causal
+            attention, and requires an empty cache.
     """
     layers, masks = itertools.count(), mask
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer = next(layers)
-        mask = masks if masks is None or isinstance(masks, Tensor) else masks[layer]
+        mask = masks if masks is None or isinstance(masks, Tensor | VisibleKeys) else masks[layer]
+        if isinstance(mask, VisibleKeys):
+            return mask.attend(query, *cache.update(key, value, layer)).transpose(1, 2)
         if mask is not None:
             output = append_and_attend(cache, layer, query, key, value, mask, None)
             if output is not None:

@@ -313,30 +313,22 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError("`confidence_with_markov` needs `confidence_head` and a `markov_rank` above 0.")
 
 
-def block_masks(head: DFlashHead, visible: Tensor, lengths: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return for each layer which committed slots `[B, S, L]` and block slots `[S, S]` a block behind them sees.
+def block_views(head: DFlashHead, lengths: Tensor, size: int) -> dict[int | None, tuple[Tensor, Tensor, int | None]]:
+    """Return what a block sees in layers with each of the head's windows.
 
-    Args:
-        head: A block head.
-        visible: `[B, L]` bool, committed slots that hold tokens of the row.
-        lengths: `[B]` committed slots of each row, padding included.
-        size: Slots S of the block.
+    Places `[B, S]` of its S slots behind the rows' `[B]` committed ones, which slots of the block they see, bool
+    `[S, S]`, and the number of slots up to its place that each sees; None: all.
     """
     slots = torch.arange(size, dtype=torch.long, device=lengths.device)
-    behind = slots[:, None] - slots
-    masks: dict[int | None, tuple[Tensor, Tensor]] = {}
+    behind, places = slots[:, None] - slots, lengths[:, None] + slots
+    views: dict[int | None, tuple[Tensor, Tensor, int | None]] = {}
     for window in head.layer_windows:
-        if window in masks:
-            continue
         causal = head.config.causal if window is None else head.config.sliding_causal
         block = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
-        seen = visible[:, None].expand(-1, size, -1)
-        if window is not None:
-            columns = torch.arange(visible.shape[1], dtype=torch.long, device=lengths.device)
-            distance = lengths[:, None, None] + slots[:, None] - columns
-            if head.config.window_from_anchor:
-                seen = seen & (distance[:, :1] <= window)
-            else:
-                seen, block = seen & (distance < window), block & (behind.abs() < window)
-        masks[window] = seen, block
-    return [masks[window] for window in head.layer_windows]
+        if window is None:
+            views[window] = places, block, None
+        elif head.config.window_from_anchor:
+            views[window] = places[:, :1].expand_as(places), block, window + 1
+        else:
+            views[window] = places, block & (behind.abs() < window), window
+    return views

@@ -25,6 +25,7 @@ from hf_specdec.heads.schema import NEUTRAL, checked
 from hf_specdec.records import checked_path, shortened
 from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.device_attention import Mask
 from hf_specdec.verification.model import execution_device, text_config
 
 NATIVE_LAYOUT = "hf-specdec"
@@ -293,6 +294,8 @@ class FeatureHead(DraftHead):
     """
 
     embed_tokens: nn.Embedding
+    needs_masks: ClassVar[bool] = False
+    """Whether graphs must pass masks to `read`, because layers of transformers attend with them."""
 
     def _add_common_parts(self) -> None:
         """Create the parts that most of these heads have, as the last step of their constructors."""
@@ -389,7 +392,7 @@ class EagleFamilyHead(FeatureHead):
         raise NotImplementedError
 
     def read(
-        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Mask | None
     ) -> Tensor:
         """Do the same as `forward` for T new entries, which are appended to the cache; `mask` as for `attend_over`."""
         return self(token_embeddings, hidden, position_ids, attend_over(cache, mask))

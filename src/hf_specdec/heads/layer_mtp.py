@@ -21,6 +21,7 @@ from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidCo
 from hf_specdec.heads.attention import Attend
 from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.transformers_private import set_attention_name
+from hf_specdec.verification.device_attention import Mask
 from hf_specdec.verification.model import CACHE_FIELD
 
 LAYER_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -72,6 +73,7 @@ class LayerMtpHead(EagleFamilyHead):
 
     method = "mtp"
     config_class = LayerMtpConfig
+    needs_masks = True
 
     def __init__(self, config: LayerMtpConfig) -> None:
         super().__init__(config)
@@ -96,7 +98,7 @@ class LayerMtpHead(EagleFamilyHead):
             self.rotary_emb = self._rotary_class(self._layer_config)
 
     def read(
-        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Mask | None
     ) -> Tensor:
         """See `EagleFamilyHead.read`."""
         length = hidden.shape[1]

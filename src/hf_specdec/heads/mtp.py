@@ -26,6 +26,7 @@ from hf_specdec.heads.schema import MTP
 from hf_specdec.transformers_private import attention_name, unexpected_keys
 from hf_specdec.validation import Rule
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.device_attention import Mask
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import CACHE_FIELD, text_config
 
@@ -114,6 +115,7 @@ class NativeMtp:
     shares_lm_head = True
     hot_token_ids: Tensor | None = None
     feature_layers = (LAST,)
+    needs_masks = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self.where = _config_of(model), model.config.name_or_path
@@ -169,14 +171,14 @@ class NativeMtp:
         return lm_head(hidden)
 
     def read(
-        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Mask | None
     ) -> Tensor:
         """Run the first module; see `read_layer` with `layer` 0."""
         return self.read_layer(0, token_embeddings, hidden, position_ids, cache, mask)
 
     def read_layer(
         self, layer: int, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache,
-        mask: Tensor | None,
+        mask: Mask | None,
     ) -> Tensor:  # fmt: skip
         """Run module k = `layer`, which appends T entries to its layer of the cache.
 
@@ -186,7 +188,7 @@ class NativeMtp:
             hidden: `[B, T, D]` the target's hidden states of x[t], or the output of the previous module.
             position_ids: `[B, T]` positions t.
             cache: Cache with one layer per module.
-            mask: As for `attend_over`.
+            mask: As for `attend_over`, but no `VisibleKeys`.
 
         Returns:
             `[B, T, D]`, normalized; `lm_head(output)` scores x[t+2+k].
@@ -194,6 +196,7 @@ class NativeMtp:
         modules, length = self._modules, hidden.shape[1]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
+        assert isinstance(mask, Tensor)
         if attention_name(modules.config) == "eager":
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         positions, rotary = position_ids + 1 + layer, None

@@ -13,11 +13,13 @@ from hf_specdec.acceptance.paths import settle
 from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification import device_attention
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.device_attention import DeviceContext, visible_in_tree
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Bucket, Graphed, Input, KeptMemory, Key, width_for
 from hf_specdec.verification.masks import UNBOUNDED, MaskLayout, TreeInputs, bucket_masks
-from hf_specdec.verification.memory import bucket_of, kept_rows
+from hf_specdec.verification.memory import kept_rows
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.tree_attention import AttentionContext
 
@@ -31,19 +33,24 @@ class GraphForward(KeptMemory, Runner):
     Args:
         inner: The forward to capture.
         backend: Graph backend of the model's device.
+        has_masks: Whether layers attend with masks although the device has kernels that need none.
+
+    Attributes:
+        has_masks: Whether they did so in the last forward.
     """
 
     widths = CAPTURED_WIDTHS
 
-    def __init__(self, inner: Runner, backend: GraphBackend) -> None:
+    def __init__(self, inner: Runner, backend: GraphBackend, *, has_masks: bool = False) -> None:
         super().__init__(backend)
+        self._keeps_masks = self.has_masks = has_masks
         self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
         self._graphed = Graphed(backend, "The forward")
         # the padding and positions of the current call, and what `_rows` makes of them
         self._constants: tuple[object, object, tuple[Tensor, Tensor, Tensor] | None] = (None, None, None)
 
     def captured_keys(self) -> list[Key]:
-        """Return batch size, width and bucket of each captured shape."""
+        """Return batch size, width and, with masks, bucket of each captured shape."""
         return self._graphed.captured_keys()
 
     def num_rows(self, active: int) -> int:
@@ -66,19 +73,21 @@ class GraphForward(KeptMemory, Runner):
         (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
         width = width_for(num_nodes)
         cache.store.make_room(start + width)
-        bucket = min(bucket_of(start + width), cache.capacity)
+        kinds = [kind for _, kind, _ in inputs.layout.layers]
+        self.has_masks = self._keeps_masks or not device_attention.can_attend(cache.buffers, kinds)
+        bucket = Bucket(cache, width, has_masks=self.has_masks)
         padding, positions, constants = self._constants
         if constants is None or padding is not inputs.padding or positions is not inputs.positions:
             constants = _rows(inputs)
             self._constants = inputs.padding, inputs.positions, constants
         valid, left, offsets = constants
         logits, *states = self._graphed(
-            (rows, width, bucket),
-            self._function(inputs.layout, Bucket(cache, bucket, width)),
+            (rows, width, *bucket.key),
+            self._function(inputs.layout, bucket),
             Input(inputs.tree.tokens, width),
             Input(inputs.tree.parents.expand(rows, -1), width, ROOT_PARENT),
             Input(inputs.lengths),
-            Input(valid, bucket, fill=True, is_constant=True),
+            Input(valid, bucket.size, fill=True, is_constant=True),
             Input(left, is_constant=True),
             Input(offsets, is_constant=True),
             Input(UNBOUNDED if inputs.ceiling is None else inputs.ceiling),
@@ -91,7 +100,7 @@ class GraphForward(KeptMemory, Runner):
         return logits[:, :num_nodes], dict(zip(sorted(self.layers), states, strict=True))
 
     def _function(self, layout: MaskLayout, bucket: Bucket) -> Callable[..., Sequence[Tensor]]:
-        """Return the function to capture: the inner forward with its masks and positions."""
+        """Return the function to capture: the inner forward, with positions and what its layers attend to."""
         inner = self._inner
 
         def verify(
@@ -99,9 +108,11 @@ class GraphForward(KeptMemory, Runner):
             ceiling: Tensor,
         ) -> Sequence[Tensor]:  # fmt: skip
             slots, ancestors = bucket.behind(lengths), TokenTree(tokens, parents).ancestor_mask()
-            masks = bucket_masks(layout, ancestors, lengths, slots.free, valid, left)
+            seen = layout, ancestors, lengths, slots.free, valid, left
+            masked = slots.has_masks
+            context = AttentionContext(bucket_masks(*seen)) if masked else DeviceContext(visible_in_tree(*seen))
             positions = ((offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=ceiling)
-            logits, states = inner(tokens, positions, AttentionContext(masks), slots.cache(0, tokens.shape[1]))
+            logits, states = inner(tokens, positions, context, slots.cache(0, tokens.shape[1]))
             return [logits, *(states[layer] for layer in sorted(inner.layers))]
 
         return verify

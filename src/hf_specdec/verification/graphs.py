@@ -4,8 +4,9 @@ Small forwards on an accelerator are limited by the host, which launches about a
 launches them all at once. A graph contains addresses, so its function works on buffers that never move: a verify
 forward reads tokens, parents and lengths, writes logits and hidden states, and appends to a cache whose memory later
 calls reuse. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
-replayed in any order. Widths are rounded up to `CAPTURED_WIDTHS` and lengths to buckets (`memory.bucket_of`); masks
-hide the padding. Graphs are captured by `verification/graph_backends.py`.
+replayed in any order. Widths are rounded up to `CAPTURED_WIDTHS`. Lengths are read on the device if its kernels can
+(`device_attention.py`), and otherwise rounded up to buckets (`memory.bucket_of`), with masks that hide the padding.
+Graphs are captured by `verification/graph_backends.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from transformers import Cache
 
 from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.graph_backends import CapturableOnly, GraphBackend, NotCapturableError
-from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, note_one_time_work, persistent_tensors
+from hf_specdec.verification.memory import (
+    CacheLayout,
+    KeyValueStore,
+    Share,
+    bucket_of,
+    note_one_time_work,
+    persistent_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -390,18 +398,24 @@ class Bucket:
     """A fixed number of slots that a graph attends to; new entries go behind the longest row.
 
     Args:
-        cache: A cache whose memory exists; only its memory is kept.
-        size: Number of slots.
-        room: Maximum number of entries that one graph appends behind the same committed ones.
+        cache: A cache whose memory exists, for `room` more entries; only its memory is kept.
+        room: Maximum number of entries that one graph appends.
+        has_masks: Whether masks hide slots; otherwise there are no buckets, but the whole memory, see `VisibleKeys`.
     """
 
-    def __init__(self, cache: TreeCache, size: int, room: int) -> None:
-        self.shares, self.size, self._room = [layer.share for layer in cache.layers], size, room
+    def __init__(self, cache: TreeCache, room: int, *, has_masks: bool) -> None:
+        self.shares, self.has_masks, self._room = [layer.share for layer in cache.layers], has_masks, room
+        self.size = min(bucket_of(cache.start + room), cache.capacity) if has_masks else cache.capacity
+
+    @property
+    def key(self) -> Key:
+        """What distinguishes graphs over the same memory."""
+        return (self.size,) if self.has_masks else ()
 
     def behind(self, lengths: Tensor) -> BucketSlots:
         """Return the slots behind rows with `lengths` `[B]` committed entries."""
         free = lengths.amax() + torch.arange(self._room, dtype=torch.long, device=lengths.device)
-        return BucketSlots(self.shares, self.size, free)
+        return BucketSlots(self.shares, self.size, free, self.has_masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +425,7 @@ class BucketSlots:
     shares: Sequence[Share | None]
     size: int
     free: Tensor
+    has_masks: bool
 
     def cache(self, before: int, count: int) -> Cache:
         """See `Appended.cache`."""

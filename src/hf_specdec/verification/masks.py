@@ -140,7 +140,7 @@ def tree_masks(
     seen = torch.cat([committed, ancestors.expand(rows, -1, -1)], dim=-1)  # [B, N, start + N]
     queries = lengths[:, None] + ancestors.sum(-1) - 1
     keys = torch.cat([torch.arange(start, device=queries.device).expand(rows, -1), queries], dim=-1)
-    masks = _restricted(layout, seen, queries, keys, None if padding is None else padding.left)
+    masks = restricted(layout, seen, queries, keys, None if padding is None else padding.left)
     if layout.additive:
         lowest = torch.finfo(dtype).min
         masks = {name: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest) for name, mask in masks.items()}
@@ -160,10 +160,10 @@ def bucket_masks(
     committed = ((indices < lengths[:, None]) & valid)[:, None].expand(-1, ancestors.shape[-1], -1)
     queries = lengths[:, None] + ancestors.sum(-1) - 1
     keys = indices.expand(rows, -1).index_copy(1, slots, queries)
-    return _restricted(layout, committed.index_copy(2, slots, ancestors), queries, keys, left)
+    return restricted(layout, committed.index_copy(2, slots, ancestors), queries, keys, left)
 
 
-def _restricted(
+def restricted(
     layout: MaskLayout, seen: Tensor, queries: Tensor, keys: Tensor, left: Tensor | None
 ) -> dict[str, Tensor]:
     """Restrict a full mask `[B, N, S]` to each layer type's window or chunk; `left` is None if no row is padded.

@@ -77,14 +77,14 @@ class AttentionContext:
     Args:
         masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
         all_seen: Layer types whose mask is True everywhere.
-        attend: Called by the layers instead of `self.attend`, to trace a forward for compilation.
+        attend: Computes the attention instead, to trace a forward for compilation.
     """
 
     def __init__(
         self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
     ) -> None:
         self.masks, self._all_seen = masks, all_seen
-        self.replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
+        self._replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
@@ -105,6 +105,8 @@ class AttentionContext:
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Attend in a layer of type `kind`, see `attend_packed`."""
+        if self._replacement is not None:
+            return self._replacement(kind, query, key, value, scaling)
         masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
         return attend_packed(query, key, value, masks, scaling)
 
@@ -126,7 +128,7 @@ def layer_attention(
     unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
     if context is None or kind is None or unsupported:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    return (context.replacement or context.attend)(kind, query, key, value, scaling), None
+    return context.attend(kind, query, key, value, scaling), None
 
 
 @functools.cache
@@ -279,37 +281,45 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel computes correct results for these head sizes; tried once, which synchronizes the device.
+    """Whether the kernel computes correct results for these head sizes; tried once, see `is_correct`."""
+    trial = functools.partial(probe_error, device, dtype, key_dim, value_dim)
+    sizes = f"dtype {dtype} and head sizes {key_dim} and {value_dim} on {device}"
+    return is_correct("the memory-efficient kernel", trial, dtype, f"SDPA chooses the attention kernel for {sizes}")
 
-    If the trial run does not fit in memory, that is raised, and the next call tries again.
+
+def is_correct(kernel: str, trial: Callable[[], float], dtype: torch.dtype, otherwise: str) -> bool:
+    """Whether the error in a trial run, which synchronizes the device, is as small as the dtype allows.
+
+    If not, the reason is logged, with what happens otherwise. If the trial run does not fit in memory, that is raised,
+    and the next call tries again.
     """
     note_one_time_work()
     if dtype not in KERNEL_TOLERANCE:
-        reason = "the memory-efficient kernel does not support this dtype"
+        reason = f"{kernel} does not support this dtype"
     else:
         try:
-            error = probe_error(device, dtype, key_dim, value_dim)
+            error = trial()
             wrong = not error <= KERNEL_TOLERANCE[dtype]  # NaN is wrong, too
-            reason = f"the error of the memory-efficient kernel is {error:.1e}" if wrong else ""
+            reason = f"the error of {kernel} is {error:.1e}" if wrong else ""
         except torch.OutOfMemoryError:
             raise
-        except Exception as failure:  # drivers and other versions of torch raise various types
-            reason = f"the memory-efficient kernel fails ({type(failure).__name__}: {failure})"
+        except Exception as failure:  # drivers, compilers and other versions of torch raise various types
+            reason = f"{kernel} fails ({type(failure).__name__}: {failure})"
     if reason:
-        sizes = f"dtype {dtype} and head sizes {key_dim} and {value_dim} on {device}"
-        logger.info("SDPA chooses the attention kernel for %s: %s.", sizes, reason)
+        logger.info("%s: %s.", otherwise, reason)
     return not reason
+
+
+def trial_numbers(offset: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers between -1 and 1 on the host, without using the random number generator."""
+    size = torch.Size(shape).numel()
+    return (torch.arange(size, dtype=torch.float64, device="cpu") * 0.7 + offset).cos().view(shape).to(dtype)
 
 
 @torch.no_grad()
 def probe_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
     """Return the largest absolute error of the kernel, unsplit and in three parts, against float64 on the host."""
-
-    def numbers(offset: int, *shape: int) -> Tensor:
-        """Numbers between -1 and 1, without using the random number generator."""
-        size = torch.Size(shape).numel()
-        return (torch.arange(size, dtype=torch.float64, device="cpu") * 0.7 + offset).cos().view(shape).to(dtype)
-
+    numbers = functools.partial(trial_numbers, dtype=dtype)
     query = numbers(0, 1, 2, PROBE_QUERIES, key_dim)
     keys, values = (numbers(offset, 1, 2, PROBE_KEYS + 15, dim) for offset, dim in ((1, key_dim), (2, value_dim)))
     indices = torch.arange(PROBE_QUERIES * PROBE_KEYS, device="cpu").view(1, 1, PROBE_QUERIES, PROBE_KEYS)
