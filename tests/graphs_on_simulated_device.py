@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +31,14 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
-from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.generation.state import current_costs
+from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
+from hf_specdec.generation import model_programs
+from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.verification import graph_backends, graphs, memory
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
+from hf_specdec.verification.programs import CaptureError
 from models import prompts
 from simulated_device import (
     DEFAULT,
@@ -771,6 +774,22 @@ def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
     assert captured._program.captured_keys()
 
 
+def test_of_equal_entries_the_last_is_recycled() -> None:
+    """All of it, on a device that writes several values of one place in any order; as on the CPU."""
+    draw = torch.Generator().manual_seed(0)
+    tokens, previous = torch.randint(4, (2, 12), generator=draw), torch.randint(-1, 3, (2, 12), generator=draw)
+    log_probs, ids = -torch.rand(2, 12, 3, generator=draw), torch.randint(20, (2, 12, 3), generator=draw)
+    there, here = (RecycledTokens(20, 3, 5, torch.device(device)) for device in ("sim", "cpu"))
+    there.write(*(tensor.to("sim") for tensor in (previous, tokens, log_probs, ids, tokens < 3)))
+    kept = [place for place, token in enumerate(tokens.flatten().tolist()) if token < 3]
+    chosen = [[tensor.flatten().tolist()[place] for place in kept] for tensor in (previous, tokens)]
+    here.write_on_host(*chosen, log_probs.flatten(0, 1), ids.flatten(0, 1), kept)
+    for name, tensor in here.tensors().items():  # the last entry receives what is not kept
+        found = there.tensors()[name]
+        assert isinstance(found, SimTensor)
+        assert torch.equal(tensor[:-1], found.raw[:-1]), name
+
+
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
     """Per step of `eagle`, prompt included; 185 before acceptance, masks and what the head reads were captured."""
     model, options = attached(), {"max_new_tokens": 60}
@@ -874,3 +893,37 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     for length, bucket in enumerate(found, start=1):
         assert length <= bucket < max(1.5 * length + 1, 257)
     assert CAPTURE_AFTER == 2
+
+
+class Quantised(nn.Module):
+    """A stand-in for a quantised product: int8 weights with a scale per row, which it widens in every call."""
+
+    def __init__(self, linear: nn.Linear, reads: bool) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(-1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale, self._reads = nn.Parameter(scale, requires_grad=False), reads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._reads and bool((hidden.abs() > 1e6).any()):  # as LLM.int8() looks for outliers
+            return hidden @ (self.weight * self.scale).T.double()
+        return hidden @ (self.weight.to(hidden.dtype) * self.scale).T
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_products_of_any_quantisation_are_captured_if_they_can_be(
+    reads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Quantised(getattr(layer.mlp, name), reads))
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    model = SpeculativeGenerationMixin.attach(move(model))
+    plain = generate(model, 1, None)
+    assert [generate(model, 1, LOOKUP) for _ in range(3)] == [plain] * 3
+    assert bool(runner_of(model).captured_keys()) is not reads
+    warned = [record.message for record in caplog.records if "cannot be captured as a graph" in record.message]
+    assert len(warned) == reads
+    with pytest.raises(CaptureError, match="its quantisation cannot be compiled, according to transformers"):
+        model_programs.make_runner(model, current_facts(model), frozenset(), "inductor")
