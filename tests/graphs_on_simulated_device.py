@@ -31,7 +31,7 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
-from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.verification import graph_backends, graphs, memory
@@ -772,6 +772,22 @@ def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
         assert generate(model, 1, config) == plain
     assert bool((drafter.table.keys.raw != -1).any())
     assert captured._program.captured_keys()
+
+
+def test_of_equal_entries_the_last_is_recycled() -> None:
+    """All of it, on a device that writes several values of one place in any order; as on the CPU."""
+    draw = torch.Generator().manual_seed(0)
+    tokens, previous = torch.randint(4, (2, 12), generator=draw), torch.randint(-1, 3, (2, 12), generator=draw)
+    log_probs, ids = -torch.rand(2, 12, 3, generator=draw), torch.randint(20, (2, 12, 3), generator=draw)
+    there, here = (RecycledTokens(20, 3, 5, torch.device(device)) for device in ("sim", "cpu"))
+    there.write(*(tensor.to("sim") for tensor in (previous, tokens, log_probs, ids, tokens < 3)))
+    kept = [place for place, token in enumerate(tokens.flatten().tolist()) if token < 3]
+    chosen = [[tensor.flatten().tolist()[place] for place in kept] for tensor in (previous, tokens)]
+    here.write_on_host(*chosen, log_probs.flatten(0, 1), ids.flatten(0, 1), kept)
+    for name, tensor in here.tensors().items():  # the last entry receives what is not kept
+        found = there.tensors()[name]
+        assert isinstance(found, SimTensor)
+        assert torch.equal(tensor[:-1], found.raw[:-1]), name
 
 
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:

@@ -145,7 +145,7 @@ class Generator:
 
 
 _module.Event, _module.Stream, _module.current_stream, _module.synchronize = Event, Stream, current_stream, synchronize
-_module.default_generators = [Generator()]
+_module.default_generators, _module.stream = [Generator()], use_stream
 _module.get_rng_state = lambda _device=None: torch.get_rng_state()
 _module.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
 

@@ -255,6 +255,25 @@ def test_kept_memory_is_as_small_as_it_must_be_where_there_is_none(monkeypatch: 
         store.make_room(400)
 
 
+@pytest.mark.parametrize(("rows", "kept_bytes", "slots", "is_kept"), [
+    (1, 2**30, 8192, True), (1, 2**19, 4096, True), (1, 2**12, 256, False), (2, 2**30, 2048, True),
+    (8, 2**30, 2048, True), (9, 2**30, 2048, False),
+])  # fmt: skip
+def test_memory_that_is_too_large_is_freed_at_the_end_of_a_call(
+    rows: int, kept_bytes: int, slots: int, is_kept: bool
+) -> None:
+    """A slot of a row has 128 bytes here; new memory has as many slots as are kept, at most."""
+    store, keys = memory.KeyValueStore((None,), 200, 64, kept_bytes=kept_bytes), torch.ones(rows, 4, 100, 4)
+    store.allocate(None, keys, keys)
+    assert (store.capacity, store.buffers[0].num_rows) == (slots, rows)
+    moves = store.moves
+    store.end_call()
+    assert bool(store.buffers) == is_kept
+    assert store.moves == moves + (not is_kept)  # graphs over it are dropped
+    store.reopen(200, 64)
+    assert store.allocate(None, keys, keys).keys.shape == (rows, 4, slots, 4)
+
+
 class RunsAgain(GraphBackend):
     """For a device without graphs: a replay is the function itself."""
 
@@ -314,3 +333,17 @@ def test_the_shape_that_was_used_longest_ago_goes_and_its_results_with_it(monkey
     run(4, 384, moves=1)  # memory has moved: nothing of it can be used
     assert list(kept._shapes) == [(4, 384)]
     assert kept._shapes[4, 384].times == 1
+
+
+def test_shapes_are_dropped_by_the_size_of_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of one size are shared; the few used last stay, however large, or nothing would ever be captured."""
+    monkeypatch.setattr(graphs, "KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(graphs, "FEWEST_KEPT", 2)
+    kept = graphs.Graphed(RunsAgain(torch.device("cpu")), "It")
+    for sizes, left in (
+        ([30, 31, 32, 33], [30, 31, 32, 33]), ([34], [31, 32, 33, 34]), ([500], [32, 33, 34, 500]), ([20], [500, 20]),
+        ([500, 20, 500], [20, 500]), ([21], [500, 21]),
+    ):  # fmt: skip
+        for size in sizes:
+            kept((size,), lambda given: [given.sum()], graphs.Input(torch.zeros(1, size)))
+        assert [size for (size,) in kept._shapes] == left

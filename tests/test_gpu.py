@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HqqConfig, Qu
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.verification import graph_backends
+from hf_specdec.verification import graph_backends, graphs
 from models import prompts
 
 SIMULATED = "SPECDEC_SIMULATED_DEVICE" in os.environ
@@ -114,3 +116,68 @@ def test_quantised_targets_on_the_device(package: str, config: Callable[[], Any]
     for compiles in ("none", "none" if SIMULATED else "cuda_graph"):
         settings = {"method": "token_recycling", "compile": compiles}
         assert torch.equal(plain, generate(model, 1, speculative=settings))
+
+
+def in_thread(device: torch.device, work: Callable[[], Any]) -> Any:
+    """Run something in another thread, on a stream of its own."""
+    module = torch.get_device_module(device)
+    if SIMULATED:
+        from simulated_device import Uploads
+    with Uploads() if SIMULATED else nullcontext(), module.stream(module.Stream()):
+        return work()
+
+
+def unseeded(model: Any, batch_size: int, **options: Any) -> list[list[int]]:
+    """Greedy answers unless the options say otherwise; a seed would touch the generator, too."""
+    ids, mask = (tensor.to(model.device) for tensor in prompts(batch_size))
+    output = model.generate(ids, attention_mask=mask, **{"max_new_tokens": 32, "do_sample": False, **options})
+    return output.to("cpu").tolist()
+
+
+@pytest.mark.parametrize("batch_size", [3])
+def test_graphs_are_captured_beside_a_thread_that_samples(model: Any, batch_size: int) -> None:
+    """Up to torch 2.11, drawing and reading the generator's state fail while another thread captures."""
+    plain, turns = unseeded(model, batch_size), range(2 if SIMULATED else 10)
+
+    def sample() -> None:
+        for _ in turns:
+            unseeded(model, 1, do_sample=True, speculative="prompt_lookup")
+
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(in_thread, model.device, sample)
+        for _ in turns:
+            model.release_memory()
+            for _ in range(4):
+                assert plain == unseeded(model, batch_size, speculative="prompt_lookup")
+        sampling.result()
+
+
+@pytest.mark.parametrize("batch_size", [3])
+def test_graphs_of_two_threads_on_two_streams(model: Any, batch_size: int) -> None:
+    """200 calls over the same buffers and the same memory: each gets its own results."""
+    kept = graphs.Graphed(graph_backends.GRAPH_BACKENDS[model.device.type](model.device), "It")
+
+    def slow(given: Any) -> list[Any]:
+        total = given
+        for _ in range(20):  # long enough for the host to be ahead
+            total = total + given
+        return [total]
+
+    def work(first: int) -> None:
+        ones = torch.ones(batch_size, 8 if SIMULATED else 2**18, device=model.device)
+        found = [kept((batch_size,), slow, graphs.Input(ones * (first + number)))[0][0, :1] for number in range(100)]
+        assert torch.cat(found).tolist() == [21 * (first + number) for number in range(100)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(in_thread, model.device, lambda first=first: work(first)) for first in (0, 1000)]:
+            done.result()
+    assert kept.captured_keys()
+    plain = unseeded(model, batch_size)
+
+    def generating() -> None:
+        for _ in range(2 if SIMULATED else 20):
+            assert plain == unseeded(model, batch_size, speculative="prompt_lookup")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(in_thread, model.device, generating) for _ in range(2)]:
+            done.result()
