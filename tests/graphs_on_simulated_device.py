@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.feature_session import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.generation.state import current_costs
+from hf_specdec.generation import model_programs
+from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.verification import graph_backends, graphs, memory
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
+from hf_specdec.verification.programs import CaptureError
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from torch_modes import MODES
@@ -715,3 +718,37 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     for length, bucket in enumerate(found, start=1):
         assert length <= bucket < max(1.5 * length + 1, 257)
     assert CAPTURE_AFTER == 2
+
+
+class Quantised(nn.Module):
+    """A stand-in for a quantised product: int8 weights with a scale per row, which it widens in every call."""
+
+    def __init__(self, linear: nn.Linear, reads: bool) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(-1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale, self._reads = nn.Parameter(scale, requires_grad=False), reads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._reads and bool((hidden.abs() > 1e6).any()):  # as LLM.int8() looks for outliers
+            return hidden @ (self.weight * self.scale).T.double()
+        return hidden @ (self.weight.to(hidden.dtype) * self.scale).T
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_products_of_any_quantisation_are_captured_if_they_can_be(
+    reads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Quantised(getattr(layer.mlp, name), reads))
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+    model = SpeculativeGenerationMixin.attach(move(model))
+    plain = generate(model, 1, None)
+    assert [generate(model, 1, LOOKUP) for _ in range(3)] == [plain] * 3
+    assert bool(runner_of(model).captured_keys()) is not reads
+    warned = [record.message for record in caplog.records if "cannot be captured as a graph" in record.message]
+    assert len(warned) == reads
+    with pytest.raises(CaptureError, match="its quantisation cannot be compiled, according to transformers"):
+        model_programs.make_runner(model, current_facts(model), frozenset(), "inductor")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HqqConfig, QuantoConfig
 
 import drafters
 import zoo
@@ -90,3 +92,25 @@ def test_graphs_on_the_device(model: Any, batch_size: int) -> None:
     program = model._speculation.programs.get("cuda_graph")
     if program is not None and program.runner is not None:
         assert program.runner.captured_keys()
+
+
+@pytest.mark.parametrize(("package", "config"), [
+    ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_4bit=True)),
+    ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True)),
+    ("hqq", lambda: HqqConfig(nbits=4, group_size=32)),
+    ("optimum.quanto", lambda: QuantoConfig(weights="int8")),
+], ids=["bitsandbytes-4", "bitsandbytes-8", "hqq-4", "quanto-8"])  # fmt: skip
+def test_quantised_targets_on_the_device(package: str, config: Callable[[], Any], tmp_path: Path) -> None:
+    """What cannot be captured runs without a graph; on the simulated device, quanto runs on the CPU."""
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    device = torch.device("cpu") if SIMULATED else torch.accelerator.current_accelerator()
+    zoo.shallow("llama", 2).save_pretrained(tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config(), device_map=device, dtype=torch.float32
+    )
+    model = SpeculativeGenerationMixin.attach(model)
+    model.generation_config.eos_token_id = None
+    plain = generate(model, 1)
+    for compiles in ("none", "none" if SIMULATED else "cuda_graph"):
+        settings = {"method": "token_recycling", "compile": compiles}
+        assert torch.equal(plain, generate(model, 1, speculative=settings))

@@ -214,14 +214,14 @@ def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: s
     """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
     model = speculative_model()
     facts = model._speculation.facts[0]
-    assert not model_programs.unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts, "kernels")
     module = model.get_submodule(part)
     module.compile()
-    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts, "kernels") == f"{part} is already compiled by torch.compile"
     module._compiled_call_impl = None
-    assert not model_programs.unsupported_reason(model, facts)
+    assert not model_programs.unsupported_reason(model, facts, "kernels")
     module.forward = torch.compile(module.forward)
-    assert model_programs.unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
+    assert model_programs.unsupported_reason(model, facts, "kernels") == f"{part} is already compiled by torch.compile"
 
 
 class ReadsTheHost(nn.Module):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import GenerationConfig, GenerationMixin, PrefixConstrainedLogitsProcessor, PreTrainedModel, Trainer
 
+import drafters
 import zoo
+from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec import transformers_private as private
+from hf_specdec.generation.call import GGUF_ROWS
+from models import prompts
 
 SOURCE = Path(private.__file__).parent
 
@@ -100,6 +106,24 @@ def test_models_and_configs() -> None:
     private.set_model_name(config, "org/model")
     assert private.model_name(config) == config.name_or_path == "org/model"
     private.set_model_name(config, name)
+
+
+def test_packed_gguf_weights_are_multiplied_as_they_are_for_a_few_rows() -> None:
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")  # since 5.23
+    assert kernels.MAX_GEMV_ROWS == GGUF_ROWS
+    assert "self.packed_modules = " in inspect.getsource(transformers.quantizers.quantizer_gguf)
+
+
+@pytest.mark.parametrize(("options", "rows", "most"), [
+    ({}, 1, GGUF_ROWS), ({}, 2, 16), ({"num_draft_tokens": 10}, 1, 10),
+])  # fmt: skip
+def test_a_tree_for_packed_gguf_weights_has_few_nodes(options: dict[str, int], rows: int, most: int) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    drafters.BY_NAME["eagle3"].add(model)
+    model.hf_quantizer = SimpleNamespace(packed_modules={"lm_head.weight": model.lm_head}, is_compileable=True)
+    ids, mask = prompts(rows)
+    model.generate(ids, attention_mask=mask, max_new_tokens=8, speculative={"method": "eagle", **options})
+    assert model.last_speculation.control["num_nodes"] == most
 
 
 def test_no_other_file_uses_a_private_name_of_transformers() -> None:

@@ -68,6 +68,8 @@ logger = logging.getLogger(__name__)
 SHARED_NODES = 8
 """Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same
 size, but the costs that each would measure differ."""
+GGUF_ROWS = 8
+"""Rows up to which transformers multiplies by packed GGUF weights as they are; for more it unpacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,9 @@ class Call:
 
     def _new_controller(self, rows: int, *, synced_gpus: bool) -> Controller:
         tiers, limits = _tiers(self.drafter, self.config), self.limits
+        packed = getattr(getattr(self.model, "hf_quantizer", None), "packed_modules", None)
+        if packed and rows == 1 and self.config.num_draft_tokens is None and self.config.tree is None:
+            limits = limits.no_deeper(limits.num_steps, GGUF_ROWS)
         if tiers is not None:
             return TierController(tiers, limits)
         if self.learns_costs(synced_gpus=synced_gpus):

@@ -176,7 +176,7 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     runs them with fused operations on `FUSING_DEVICES`, or if that fails the model's own forward. Each is captured if
     the device has a graph backend.
     """
-    if reason := unsupported_reason(model, facts):
+    if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
     if mode == "cuda_graph" and device.type in FUSING_DEVICES:
@@ -203,8 +203,11 @@ def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runn
     return runner
 
 
-def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
-    """Return why the forward can be neither compiled nor captured, or an empty string if no reason is known."""
+def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
+    """Return why the forward cannot be compiled or captured, or an empty string if no reason is known.
+
+    The products of any quantisation may be captured: a capture is checked operation by operation and by its replay.
+    """
     if not facts.supports_trees:
         return f"it verifies chains only: {facts.chain_only_reason}"
     if facts.unpacked_reason:
@@ -221,7 +224,8 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {device}:
         return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
-    if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if mode != "cuda_graph" and quantizer is not None and not quantizer.is_compileable:
         return "its quantisation cannot be compiled, according to transformers"
     for name, module in model.named_modules():  # any call of a compiled module may compile again, and read the device
         forward = getattr(module.forward, "__func__", module.forward)
