@@ -31,10 +31,11 @@ from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_costs, current_facts
-from hf_specdec.verification import graph_backends, graphs, memory
+from hf_specdec.verification import graph_backends, graphs, memory, programs
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.programs import CaptureError
+from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from torch_modes import MODES
@@ -212,6 +213,50 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
         place for place in in_verify if place == "verification/graphs.py:_capture"
     ]  # a first replay is compared
     assert len(in_verify) - len(captured) == sum(place == "verification/features.py:of" for place in in_verify)
+
+
+def trace_on_the_host(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """Traces cannot have the device's tensors: let them see its memory, and put its tensors back into the graph."""
+    own = programs._traced
+
+    def traced(step: Any, inputs: Any, *, record: bool) -> Any:
+        there: dict[int, SimTensor] = {}
+        with pytest.MonkeyPatch.context() as swap:
+            for part in model.modules():
+                for table in (part._parameters, part._buffers):
+                    for name, value in table.items():
+                        if value is not None:
+                            there[value.raw.data_ptr()] = value
+                            swap.setitem(table, name, value.raw)
+            graph = own(step, [tensor.raw for tensor in inputs], record=record)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(graph, node.target)
+                delattr(graph, node.target)
+                setattr(graph, node.target, there.get(value.data_ptr()) if value.dim() else SimTensor(value))
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("sim:0")}
+        return graph
+
+    patch.setattr(programs, "_traced", traced)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("llama", 3), ("gemma3_text", 1)])
+def test_graphs_of_fused_operations_answer_plainly(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a third fewer operations, views and masks included."""
+    sizes = list[int]()
+    for fuses in (False, True):
+        monkeypatch.setattr(model_programs, "FUSING_DEVICES", {"sim"} if fuses else set())
+        model = attached(name)
+        if fuses:
+            trace_on_the_host(monkeypatch, model)
+        plain = generate(model, rows, None)
+        for _ in range(4):
+            assert generate(model, rows, LOOKUP) == plain
+        assert isinstance(runner_of(model)._inner, CompiledForward) == fuses
+        assert backend_of(model).replays > 0
+        sizes.append(max(len(graph.tape) for graph in backend_of(model).graphs))
+    assert sizes[1] < 0.7 * sizes[0], sizes
 
 
 @pytest.mark.parametrize("name", ["sometimes", "eagle"])
