@@ -72,6 +72,18 @@ def test_patterns_are_found_and_no_rounding_step_changes(
         assert all(map(torch.equal, *results))
 
 
+@torch.no_grad()
+def test_norms_of_a_model_with_attention_of_its_own() -> None:
+    """gpt-oss, which is not captured: traced without a cache, with its own attention, rotary embedding and gates."""
+    model = attached("gpt_oss", HALF)
+    ids = torch.arange(24).view(2, 12)
+    graph = programs._traced(lambda ids: [model(input_ids=ids, use_cache=False).logits], [ids], record=False)
+    weights = patterns.lift_weights(graph)
+    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4})
+    for given in (ids, torch.arange(15).view(3, 5)):
+        assert torch.equal(graph.forward(given, *weights)[0], model(input_ids=given, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_answers_with_fused_operations_are_plain_ones(rows: int) -> None:
     ids, mask = prompts(rows)
