@@ -170,6 +170,8 @@ class CompiledForward(Runner):
                     self._programs[name] = make_program(
                         step, tokens, tokens.clone(), start, mode=mode, attention=attention
                     )
+        if mode == "cuda_graph" and not self._programs[name].num_fused:
+            raise CaptureError("none of its small operations can be fused")
         self.copies_weights = self._programs[name].copies_weights
 
     def __call__(
