@@ -34,11 +34,13 @@ from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_costs, current_facts
-from hf_specdec.verification import graph_backends, graphs, memory
+from hf_specdec.heads import stages
+from hf_specdec.verification import graph_backends, graphs, memory, programs, runners
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.programs import CaptureError
+from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from simulated_device import (
     DEFAULT,
@@ -52,6 +54,7 @@ from simulated_device import (
     current_stream,
     invalidate,
     launches,
+    made_of_others,
     move,
     note_launch,
     note_use,
@@ -247,6 +250,66 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
         place for place in in_verify if place == "verification/graphs.py:_capture"
     ]  # a first replay is compared
     assert len(in_verify) - len(captured) == sum(place == "verification/features.py:of" for place in in_verify)
+
+
+made_of_others |= {
+    "hf_specdec::tree_attention": runners._append_and_attend,
+    "hf_specdec::rotated_attention": runners._rotate_append_and_attend,
+    "hf_specdec_draft::attend": lambda *given: stages._ATTEND.get()(*given).contiguous(),
+}
+
+
+def trace_on_the_host(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """Traces cannot have the device's tensors: let them see its memory, and put its tensors back into the graph."""
+    own = programs._traced
+
+    def traced(step: Any, inputs: Any, *, record: bool) -> Any:
+        there: dict[int, SimTensor] = {}
+        with pytest.MonkeyPatch.context() as swap:
+            for part in model.modules():
+                for table in (part._parameters, part._buffers):
+                    for name, value in table.items():
+                        if value is not None:
+                            there[value.raw.data_ptr()] = value
+                            swap.setitem(table, name, value.raw)
+            graph = own(step, [tensor.raw for tensor in inputs], record=record)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(graph, node.target)
+                delattr(graph, node.target)
+                setattr(graph, node.target, there.get(value.data_ptr()) if value.dim() else SimTensor(value))
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("sim:0")}
+        return graph
+
+    patch.setattr(programs, "_traced", traced)
+
+
+@pytest.mark.parametrize(("name", "rows", "drafter"), [("llama", 3, "eagle3"), ("gemma3_text", 1, "prompt_lookup")])
+def test_graphs_of_fused_operations_answer_plainly(
+    name: str, rows: int, drafter: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have a third fewer operations, views and masks included; a head's graphs draft what they drafted."""
+    sizes, drafted = list[int](), list[Any]()
+    caplog.set_level(logging.INFO, "hf_specdec")
+    for fuses in (False, True):
+        model = attached(name)
+        plain = generate(model, rows, None)
+        config = {**drafters.BY_NAME[drafter].add(model), **CAPTURED}
+        if fuses:
+            for module in (model_programs, stages):
+                monkeypatch.setattr(module, "FUSING_DEVICES", {"sim"})
+            heads = [one.head for one in model.drafters.values() if hasattr(one, "head")]
+            trace_on_the_host(monkeypatch, nn.ModuleList([model, *heads]))
+        for _ in range(4):
+            assert generate(model, rows, config) == plain
+        drafted.append(model.last_speculation.accepted_per_step)
+        assert isinstance(runner_of(model)._inner, CompiledForward) == fuses
+        assert backend_of(model).replays > 0
+        sizes.append(max(len(graph.tape) for graph in backend_of(model).graphs))
+    assert sizes[1] < 0.7 * sizes[0], sizes
+    assert drafted[0] == drafted[1]
+    assert "not fused" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["sometimes", "eagle"])

@@ -156,6 +156,8 @@ WAITING = frozenset({
 """Operations whose result, or the size of it, the host has to know before it goes on."""
 COPYING = frozenset({"copy_", "_copy_from", "_to_copy"})
 
+made_of_others: dict[str, Callable[..., Any]] = {}
+"""Operations of the package that are no kernels of the device, and the functions that they call."""
 reads: list[tuple[str, str]] = []
 """Operation and place of everything that made the host wait for a result."""
 uploads: list[tuple[str, str]] = []
@@ -272,6 +274,9 @@ class SimTensor(Tensor):
             parts = op.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
+        if op.name() in made_of_others:
+            with _Uploads():  # which does not see what it calls itself
+                return made_of_others[op.name()](*args)
         return _run(op, *args, **(kwargs or {}))
 
 

@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+import drafters
 from fusing import attached, fusing, runners_of, verified
 from hf_specdec.fusion import fused, patterns
 from hf_specdec.fusion.fused import FUSING_DEVICES, can_fuse
+from hf_specdec.heads.stages import captured_stages, stages_of
 from hf_specdec.verification import programs
 from hf_specdec.verification.runners import CompiledForward, ModelForward
 from models import prompts
@@ -70,6 +73,44 @@ def test_patterns_are_found_and_no_rounding_step_changes(
                 assert torch.equal(one, other), (rows, parents)
         results = (verified(model, runner._inner, 2, [-1, 0, 0]) for runner in (own, chosen))  # a cache of its own
         assert all(map(torch.equal, *results))
+
+
+@torch.no_grad()
+def test_norms_of_a_model_with_attention_of_its_own() -> None:
+    """gpt-oss, which is not captured: traced without a cache, with its own attention, rotary embedding and gates."""
+    model = attached("gpt_oss", HALF)
+    ids = torch.arange(24).view(2, 12)
+    graph = programs._traced(lambda ids: [model(input_ids=ids, use_cache=False).logits], [ids], record=False)
+    weights = patterns.lift_weights(graph)
+    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4})
+    for given in (ids, torch.arange(15).view(3, 5)):
+        assert torch.equal(graph.forward(given, *weights)[0], model(input_ids=given, use_cache=False).logits)
+
+
+HEADS: dict[str, list[dict[str, int]]] = {
+    "eagle": [{"add_rms_norm": 1, "gated": 1, "rotary": 2}, {}],
+    "eagle3": [{"rms_norm": 2, "add_rms_norm": 1, "gated": 1, "rotary": 2}, {"rms_norm": 1}, {"rms_norm": 1}],
+    "mtp": [{"rms_norm": 3, "add_rms_norm": 2, "gated": 1, "rotary": 2}, {}],
+    "dflash": [{"rms_norm": 5, "add_rms_norm": 4, "gated": 2, "rotary": 4}, {}, {"rms_norm": 3, "rotary": 2}],
+}
+"""What is put in for the layers of a head, for its scores, and for what it makes of features, if anything."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_fused_and_compute_the_same(name: str) -> None:
+    model = attached("llama", HALF)
+    drafters.BY_NAME[name].add(model)
+    head = model.drafters[drafters.BY_NAME[name].method].head
+    with fusing() as found:
+        stages, own = captured_stages(head, model.lm_head), stages_of(head, model.lm_head)
+        assert found == HEADS[name]
+        hidden, positions = torch.randn(2, 2, 5, head.config.hidden_size).to(HALF), torch.arange(10).view(2, 5)
+        inputs = (hidden[0], positions) if name == "dflash" else (*hidden, positions)
+        mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+        results = (one.read(*inputs, DynamicCache(), mask) for one in (stages, own))
+        assert torch.equal(*results)
+        assert torch.equal(stages.score(hidden[0]), own.score(hidden[0]))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -31,7 +31,7 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.head import EagleFamilyHead, bind_head
-from hf_specdec.heads.stages import Stages, stages_of, traced_stages
+from hf_specdec.heads.stages import Stages, captured_stages, stages_of, traced_stages
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
@@ -149,8 +149,8 @@ class LayerDrafter(Drafter):
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> LayerDrafter:
         """See `Drafter.compiled`; if the device has graphs, one graph reads a step and drafts a whole tree."""
-        other, device, lm_head = copy.copy(self), self.head.device, self._lm_head(model)
-        stages = stages_of(self.head, lm_head) if mode == "cuda_graph" else traced_stages(self.head, lm_head, mode)
+        other, device, parts = copy.copy(self), self.head.device, (self.head, self._lm_head(model))
+        stages = captured_stages(*parts) if mode == "cuda_graph" else traced_stages(*parts, mode)
         backend = GRAPH_BACKENDS.get(device.type)
         other.program = HeadProgram(stages, None if backend is None else DraftGraphs(backend(device)))
         return other

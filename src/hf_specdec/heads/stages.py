@@ -7,6 +7,7 @@ all lengths and widths.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from transformers import DynamicCache
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.growing import PackedMarkov
+from hf_specdec.fusion.fused import FUSING_DEVICES
 from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.verification.programs import CaptureError, make_program
 from hf_specdec.verification.trials import allowed_distance
+
+logger = logging.getLogger(__name__)
 
 EXAMPLE_SHAPE = (2, 7)
 """Batch size and number of entries of the example inputs for tracing."""
@@ -60,6 +64,16 @@ def stages_of(head: Any, lm_head: nn.Module | None) -> Stages:
 
     fuse = context if isinstance(head, DFlashHead) else head.fuse
     return Stages(fuse, head.read, lambda hidden: head.score(hidden, lm_head))
+
+
+def captured_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None) -> Stages:
+    """Return the stages for graphs: on `FUSING_DEVICES` with fused operations if possible, otherwise the methods."""
+    if head.device.type in FUSING_DEVICES:
+        try:
+            return traced_stages(head, lm_head, "cuda_graph")
+        except Exception as error:  # heads and compilers raise various types
+            logger.info("The small operations of the %s are not fused: %s.", type(head).__name__, error)
+    return stages_of(head, lm_head)
 
 
 def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> Stages:

@@ -43,6 +43,7 @@ class Program:
     run: Callable[..., Sequence[Tensor]]  # of the inputs and the weights
     weights: tuple[Tensor, ...] = ()
     copies_weights: bool = False
+    num_fused: int = 0  # fused operations in it
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the results for inputs of any size."""
@@ -109,11 +110,9 @@ def make_program(
             if mode == "cuda_graph":
                 graph = _traced(step, inputs, record=False)
                 weights = lift_weights(graph)
-                replaced = fuse_operations(graph, attention and (attention.separate, attention.rotated))
-                if not replaced:
-                    raise CaptureError("none of its small operations can be fused")
-                logger.debug("Fused operations of a program: %s.", dict(replaced))
-                return Program(graph.forward, tuple(weights))
+                fused = fuse_operations(graph, attention and (attention.separate, attention.rotated))
+                logger.debug("Fused operations of a program: %s.", dict(fused))
+                return Program(graph.forward, tuple(weights), num_fused=fused.total())
             if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
                 graph = _traced(step, inputs, record=False)
                 options = PACKING_OPTIONS if on_cpu else ACCELERATOR_OPTIONS

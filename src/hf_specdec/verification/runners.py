@@ -21,13 +21,14 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu import operations
-from hf_specdec.transformers_private import attention_name
+from hf_specdec.transformers_private import attention_name, experts_name
 from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import AttentionForms, CaptureError, make_program
+from hf_specdec.verification.programs import AttentionForms, CaptureError, Program, make_program
+from hf_specdec.verification.target import expert_products
 from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
@@ -160,8 +161,18 @@ class CompiledForward(Runner):
         step = _verify_step(model, self._order)
         kinds = (f"{name}_attention" for name in ("tree", "joined", "rotated"))
         attention = AttentionForms(*(getattr(torch.ops.hf_specdec, kind).default for kind in kinds))
-        self._run = make_program(step, tokens, tokens.clone(), start, mode=mode, attention=attention)
-        self.copies_weights = self._run.copies_weights
+        self._config = text_config(model)
+        self._programs: dict[str | None, Program] = {}  # by the implementation of the experts' products, if any
+        for num_tokens in (tokens.numel(), 1):
+            with expert_products(model, num_tokens):
+                name = experts_name(self._config)
+                if name not in self._programs:
+                    self._programs[name] = make_program(
+                        step, tokens, tokens.clone(), start, mode=mode, attention=attention
+                    )
+        if mode == "cuda_graph" and not self._programs[name].num_fused:
+            raise CaptureError("none of its small operations can be fused")
+        self.copies_weights = self._programs[name].copies_weights
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
@@ -170,7 +181,7 @@ class CompiledForward(Runner):
         token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
-            logits, *states = self._run(tokens, positions, start)
+            logits, *states = self._programs[experts_name(self._config)](tokens, positions, start)
         finally:
             _RUNNING.reset(token)
         return logits, dict(zip(self._order, states, strict=True))
