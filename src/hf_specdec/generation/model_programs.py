@@ -18,6 +18,7 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.fusion.fused import FUSING_DEVICES
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.captured import CapturedGreedy, GraphForward
@@ -172,22 +173,38 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     """Return a compiled or captured verify forward of a model, after checking its outputs against the model's.
 
     The mode "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
-    uses the model's own forward. Each is captured if the device has a graph backend.
+    runs them with fused operations on `FUSING_DEVICES`, or if that fails the model's own forward. Each is captured if
+    the device has a graph backend.
     """
     if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    inner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    if mode == "cuda_graph" and device.type in FUSING_DEVICES:
+        try:
+            return _checked(model, facts, CompiledForward(model, order, mode))
+        except CaptureError as error:
+            logger.info("The small operations of %s are not fused: %s.", type(model).__name__, error)
+    return _checked(
+        model, facts, ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    )
+
+
+def _checked(model: PreTrainedModel, facts: TargetFacts, inner: Runner) -> Runner:
+    """Return a runner after checking it; captured if the device has a graph backend, without masks if that works."""
+    device = execution_device(model)
     if device.type not in GRAPH_BACKENDS:
-        return _checked(model, facts, inner)
+        _check(model, facts, inner)
+        return inner
     captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device))
     try:
-        return _checked(model, facts, captured)
+        _check(model, facts, captured)
     except CaptureError as error:
         if captured.has_masks:
             raise
         logger.info("Graphs of %s attend with masks: without them, %s.", type(model).__name__, error)
-    return _checked(model, facts, GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True))
+        captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True)
+        _check(model, facts, captured)
+    return captured
 
 
 def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
@@ -221,17 +238,16 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: Executi
     return ""
 
 
-def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
+def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     try:
-        _check(model, facts, runner)
+        _compare(model, facts, runner)
     except CaptureError:
         raise
     except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
         raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
-    return runner
 
 
-def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
+def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
     tolerance = allowed_distance(model.dtype, execution_device(model), EXACT, MAX_TOLERANCE)
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
