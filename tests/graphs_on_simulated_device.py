@@ -771,7 +771,7 @@ def test_graphs_without_masks_serve_all_lengths(
         used.add("sliding" if visible.window else "chunked" if visible.chunk else "full")
         return attend_exactly(query, key, value, visible, *others)
 
-    monkeypatch.setattr(device_attention, "can_attend", lambda *_: True)
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
     monkeypatch.setattr(device_attention, "attend_exactly", attend)
     model, length = attached(name), 40
     plain = generate(model, rows, None, max_new_tokens=length)
@@ -793,7 +793,7 @@ def test_graphs_without_masks_serve_all_lengths(
 def test_a_model_that_reads_its_masks_keeps_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_attention, "can_attend", lambda *_: True)
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
     model: Any = move(zoo.shallow("llama", 2))
     kind = type(model.model.layers[1].self_attn)
     forward = kind.forward

@@ -24,8 +24,8 @@ from hf_specdec.verification.device_attention import (
     VisibleKeys,
     attend_exactly,
     attend_in_parts,
-    can_attend,
     kernel_error,
+    needs_no_masks,
     visible_in_tree,
     words_of,
 )
@@ -189,15 +189,15 @@ def test_a_correct_kernel_is_used_and_a_wrong_one_is_not(
 ) -> None:
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
     assert kernel_error(CPU, torch.float32, 16, 24, kind) < 1e-5
-    assert can_attend(memory, [kind])
+    assert needs_no_masks(memory, [kind])
     double = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16).double(),) * 2, 1, is_persistent=True)]
     with caplog.at_level(logging.INFO):
-        assert not can_attend(double, [kind])
+        assert not needs_no_masks(double, [kind])
     assert "does not support this dtype" in caplog.text
     device_attention._works.cache_clear()
     monkeypatch.setattr(VisibleKeys, "attend", lambda _keys, query, _key, value: value.new_zeros(2, 6, 4, 24))
     with caplog.at_level(logging.INFO):
-        assert not can_attend(memory, [kind])
+        assert not needs_no_masks(memory, [kind])
     assert f"Graphs attend with masks in {kind} layers" in caplog.text
     assert "the error of the Triton kernel is" in caplog.text
 
@@ -206,7 +206,7 @@ def test_no_kernel_without_a_device_for_it_or_without_triton(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
-    assert not can_attend(memory, ["full"])
+    assert not needs_no_masks(memory, ["full"])
     monkeypatch.setattr(device_attention, "calls_kernel_directly", lambda _device: True)
     monkeypatch.setattr(device_attention, "multiprocessors", lambda _device: 12)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -214,7 +214,7 @@ def test_no_kernel_without_a_device_for_it_or_without_triton(
     for cached in (device_attention._works, device_attention._kernels):
         cached.cache_clear()
     with caplog.at_level(logging.INFO):
-        assert not can_attend(memory, ["full"])
+        assert not needs_no_masks(memory, ["full"])
     assert "ModuleNotFoundError" in caplog.text
     assert "triton" in caplog.text
     for cached in (device_attention._works, device_attention._kernels):

@@ -239,7 +239,7 @@ def attend_in_parts(
 # ----------------------------------------------------------------------------------------------- choosing the kernels
 
 
-def can_attend(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]) -> bool:
+def needs_no_masks(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]) -> bool:
     """Whether graphs can attend to this memory without masks, in layers of some kinds.
 
     Each kind is tried once per device, dtype and head sizes, see `is_correct`.
