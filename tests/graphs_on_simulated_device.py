@@ -344,16 +344,19 @@ BLOCK_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize(
-    ("of", "kind", "rows"),
+    ("of", "kind", "rows", "masked"),
     [
-        *(("eagle", kind, rows) for kind, (_, _, sizes) in LAYER_GROWN.items() for rows in sizes),
-        *(("dflash", kind, rows) for kind in BLOCK_GROWN for rows in (1, 3)),
+        *(("eagle", kind, rows, True) for kind, (_, _, sizes) in LAYER_GROWN.items() for rows in sizes),
+        *(("eagle", kind, sizes[-1], False) for kind, (_, _, sizes) in LAYER_GROWN.items()),
+        *(("dflash", kind, rows, True) for kind in BLOCK_GROWN for rows in (1, 3)),
+        *(("dflash", kind, 3, False) for kind in ("a Markov head", "windows", "a window from the anchor")),
     ],
 )
 def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
-    of: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    of: str, kind: str, rows: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forty of them and more, node for node, of changing lengths, paths and memory; rows are padded to one length."""
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: not masked)
     model = attached()
     if of == "eagle":
         of_head, of_call, _ = LAYER_GROWN[kind]
