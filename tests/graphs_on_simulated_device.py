@@ -35,9 +35,11 @@ from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDr
 from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.heads import stages
-from hf_specdec.verification import graph_backends, graphs, memory, programs, runners
+from hf_specdec.verification import device_attention, graph_backends, graphs, memory, programs, runners
+from hf_specdec.verification.device_attention import VisibleKeys, attend_exactly
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURE_AFTER
+from hf_specdec.verification.masks import MaskLayout
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.programs import CaptureError
 from hf_specdec.verification.runners import CompiledForward
@@ -440,16 +442,19 @@ BLOCK_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize(
-    ("of", "kind", "rows"),
+    ("of", "kind", "rows", "masked"),
     [
-        *(("eagle", kind, rows) for kind, (_, _, sizes) in LAYER_GROWN.items() for rows in sizes),
-        *(("dflash", kind, rows) for kind in BLOCK_GROWN for rows in (1, 3)),
+        *(("eagle", kind, rows, True) for kind, (_, _, sizes) in LAYER_GROWN.items() for rows in sizes),
+        *(("eagle", kind, sizes[-1], False) for kind, (_, _, sizes) in LAYER_GROWN.items()),
+        *(("dflash", kind, rows, True) for kind in BLOCK_GROWN for rows in (1, 3)),
+        *(("dflash", kind, 3, False) for kind in ("a Markov head", "windows", "a window from the anchor")),
     ],
 )
 def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
-    of: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    of: str, kind: str, rows: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forty of them and more, node for node, of changing lengths, paths and memory; rows are padded to one length."""
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: not masked)
     model = attached()
     if of == "eagle":
         of_head, of_call, _ = LAYER_GROWN[kind]
@@ -990,3 +995,60 @@ def test_products_of_any_quantisation_are_captured_if_they_can_be(
     assert len(warned) == reads
     with pytest.raises(CaptureError, match="its quantisation cannot be compiled, according to transformers"):
         model_programs.make_runner(model, current_facts(model), frozenset(), "inductor")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("drafter", ["sometimes", "eagle3", "dflash"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_graphs_without_masks_serve_all_lengths(
+    name: str, drafter: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full, sliding and chunked layers; rows of different lengths, padded prompts; as with the kernels of a GPU."""
+    if name != "llama" and (drafter == "dflash" or rows == 1):
+        pytest.skip("windows and chunks are tried with rows of different lengths")
+    used = set[str]()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, *others: Any) -> Tensor:
+        used.add("sliding" if visible.window else "chunked" if visible.chunk else "full")
+        return attend_exactly(query, key, value, visible, *others)
+
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    monkeypatch.setattr(device_attention, "attend_exactly", attend)
+    model, length = attached(name), 40
+    plain = generate(model, rows, None, max_new_tokens=length)
+    config = {**drafters.BY_NAME[drafter].add(model, torch.tensor(plain)[:, 21:]), **CAPTURED}
+    for _ in range(3):
+        assert generate(model, rows, config, max_new_tokens=length) == plain
+    runner = runner_of(model)
+    assert not runner.has_masks
+    assert runner._graphed._backend.replays > 20
+    assert all(len(key) == 2 for key in runner.captured_keys()), "rows and width alone"
+    assert used >= {kind for _, kind, _ in MaskLayout.of(model.config).layers}
+    if drafter != "sometimes":
+        ((_, captured),) = model._speculation.compiled[model.drafters[config["method"]]].values()
+        steps = captured.program.graphs.steps.captured_keys()
+        assert steps
+        assert len(steps) == len({key[-2:] for key in steps}) * len({key[0] for key in steps}), "one for all lengths"
+
+
+def test_a_model_that_reads_its_masks_keeps_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    model: Any = move(zoo.shallow("llama", 2))
+    kind = type(model.model.layers[1].self_attn)
+    forward = kind.forward
+
+    def with_a_copy(self: Any, *, attention_mask: Any = None, **others: Any) -> Any:
+        copied = attention_mask if attention_mask is None or self.layer_idx == 0 else attention_mask.clone()
+        return forward(self, attention_mask=copied, **others)
+
+    monkeypatch.setattr(kind, "forward", with_a_copy)
+    model = SpeculativeGenerationMixin.attach(model)
+    plain = generate(model, 1, None)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert generate(model, 1, LOOKUP) == plain
+    assert "attend with masks: without them, checking it against the model failed" in caplog.text
+    assert runner_of(model).has_masks
+    assert runner_of(model).captured_keys()

@@ -275,7 +275,7 @@ class SimTensor(Tensor):
             if parts is not NotImplemented:
                 return parts
         if op.name() in made_of_others:
-            with _Uploads():  # which does not see what it calls itself
+            with Uploads():  # which does not see what it calls itself
                 return made_of_others[op.name()](*args)
         return _run(op, *args, **(kwargs or {}))
 

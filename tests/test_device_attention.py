@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,14 +26,14 @@ from hf_specdec.verification.device_attention import (
     VisibleKeys,
     attend_exactly,
     attend_in_parts,
-    can_attend,
     kernel_error,
+    needs_no_masks,
     visible_in_tree,
     words_of,
 )
 from hf_specdec.verification.masks import LayerKind, MaskLayout, bucket_masks
 from hf_specdec.verification.memory import KeyValueBuffer
-from hf_specdec.verification.tree_attention import attending, layer_attention
+from hf_specdec.verification.tree_attention import KERNEL_TOLERANCE, attending, layer_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_in_an_interpreter")
@@ -97,7 +99,17 @@ def test_what_is_seen_is_what_masks_show(kind: LayerKind, nodes: int, lengths: l
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_the_kernels_in_an_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "kernel"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "kernels or correct_kernel",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -149,6 +161,56 @@ def compare(
     torch.testing.assert_close(found.float(), wanted, atol=FAR[dtype], rtol=FAR[dtype])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("capability", "dtype", "dims", "window", "chunk", "capped"), [
+    (80, torch.bfloat16, (128, 128), 0, 0, False), (90, torch.bfloat16, (80, 80), 0, 64, False),
+    (90, torch.float16, (256, 256), 64, 0, True), (80, torch.float32, (128, 128), 0, 0, False),
+    (90, torch.bfloat16, (576, 512), 0, 0, False),
+])  # fmt: skip
+def test_the_kernel_compiles_for_gpus(
+    capability: int, dtype: torch.dtype, dims: tuple[int, int], window: int, chunk: int, capped: bool,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """As it is launched, without a GPU; a block's shared memory fits in that of consumer cards."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    backends = pytest.importorskip("triton.backends.compiler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches: list[tuple[Any, dict[str, Any]]] = []
+
+    class Launched:
+        def __getitem__(self, _grid: Any) -> Any:
+            return lambda *args, **options: launches.append((args, options))
+
+    recorded = SimpleNamespace(attend_to_parts=Launched(), merge_parts=Launched())
+    monkeypatch.setattr(device_attention, "_kernels", lambda: recorded)
+    visible = replace(
+        visible_in_tree(layout_of("full"), *tree_over([200], 32, 300))["layer"], window=window, chunk=chunk
+    )
+    query, key, value = (draw(1, 2, 300, dim, dtype=dtype) for dim in (dims[0], *dims))
+    attend_in_parts(query[:, :, :32], key, value, visible, 0.3, 30.0 if capped else 0.0, query[0, :, 0, 0], 132)
+    monkeypatch.undo()
+    from hf_specdec.verification import triton_attention
+
+    for kernel, (args, options) in zip(
+        (triton_attention.attend_to_parts, triton_attention.merge_parts), launches, strict=True
+    ):
+        names = kernel.arg_names
+        kinds = {float: "fp32", int: "i32"}
+        pointers = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
+                    torch.uint8: "u8"}  # fmt: skip
+        given = {
+            name: f"*{pointers[arg.dtype]}" if isinstance(arg, Tensor) else kinds[type(arg)]
+            for name, arg in zip(names, args, strict=False)
+        }
+        constants = {name: options[name] for name in names if name in options}
+        signature = {name: given.get(name, "constexpr") for name in names}
+        source = triton.compiler.ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()})
+        settings = {name: value for name, value in options.items() if name not in names}
+        made = triton.compile(source, target=backends.GPUTarget("cuda", capability, 32), options=settings)
+        assert made.metadata.shared <= 99 * 1024
+        assert "mma" in made.asm["ptx"] or dtype == torch.float32 or kernel is triton_attention.merge_parts
+
+
 @in_interpreter
 @pytest.mark.parametrize(("heads", "nodes", "dims", "dtype", "processors"), [
     ((2, 4), 1, (64, 64), torch.bfloat16, 40), ((1, 8), 7, (80, 80), torch.float16, 2),
@@ -189,24 +251,33 @@ def test_a_correct_kernel_is_used_and_a_wrong_one_is_not(
 ) -> None:
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
     assert kernel_error(CPU, torch.float32, 16, 24, kind) < 1e-5
-    assert can_attend(memory, [kind])
+    assert needs_no_masks(memory, [kind])
     double = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16).double(),) * 2, 1, is_persistent=True)]
     with caplog.at_level(logging.INFO):
-        assert not can_attend(double, [kind])
+        assert not needs_no_masks(double, [kind])
     assert "does not support this dtype" in caplog.text
     device_attention._works.cache_clear()
     monkeypatch.setattr(VisibleKeys, "attend", lambda _keys, query, _key, value: value.new_zeros(2, 6, 4, 24))
     with caplog.at_level(logging.INFO):
-        assert not can_attend(memory, [kind])
+        assert not needs_no_masks(memory, [kind])
     assert f"Graphs attend with masks in {kind} layers" in caplog.text
     assert "the error of the Triton kernel is" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", list(KERNEL_TOLERANCE))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_is_correct_on_a_gpu(kind: LayerKind, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    assert kernel_error(torch.device("cuda", 0), dtype, *dims, kind) <= KERNEL_TOLERANCE[dtype]
 
 
 def test_no_kernel_without_a_device_for_it_or_without_triton(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
-    assert not can_attend(memory, ["full"])
+    assert not needs_no_masks(memory, ["full"])
     monkeypatch.setattr(device_attention, "calls_kernel_directly", lambda _device: True)
     monkeypatch.setattr(device_attention, "multiprocessors", lambda _device: 12)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -214,7 +285,7 @@ def test_no_kernel_without_a_device_for_it_or_without_triton(
     for cached in (device_attention._works, device_attention._kernels):
         cached.cache_clear()
     with caplog.at_level(logging.INFO):
-        assert not can_attend(memory, ["full"])
+        assert not needs_no_masks(memory, ["full"])
     assert "ModuleNotFoundError" in caplog.text
     assert "triton" in caplog.text
     for cached in (device_attention._works, device_attention._kernels):

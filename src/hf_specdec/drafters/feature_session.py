@@ -420,7 +420,7 @@ class FeatureSession(LaunchingSession):
         has_masks = (
             self._needs_masks
             or max(num_read, num_drafted) > MOST_APPENDED
-            or not device_attention.can_attend(self._cache.buffers, ("full", "sliding"))
+            or not device_attention.needs_no_masks(self._cache.buffers, ("full", "sliding"))
         )
         return Bucket(self._cache, num_read + num_drafted, has_masks=has_masks)
 

@@ -189,18 +189,21 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
 
 
 def _captured(model: PreTrainedModel, facts: TargetFacts, inner: Runner) -> Runner:
-    """Return a forward as graphs, without masks if that works; the forward itself if the device has no graphs."""
+    """Return a checked runner: the forward as graphs, without masks if that works, if the device has graphs."""
     device = execution_device(model)
     if device.type not in GRAPH_BACKENDS:
-        return _checked(model, facts, inner)
+        _check(model, facts, inner)
+        return inner
     captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device))
     try:
-        return _checked(model, facts, captured)
+        _check(model, facts, captured)
     except CaptureError as error:
         if captured.has_masks:
             raise
         logger.info("Graphs of %s attend with masks: without them, %s.", type(model).__name__, error)
-    return _checked(model, facts, GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True))
+        captured = GraphForward(inner, GRAPH_BACKENDS[device.type](device), has_masks=True)
+        _check(model, facts, captured)
+    return captured
 
 
 def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
@@ -234,17 +237,16 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: Executi
     return ""
 
 
-def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
+def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     try:
-        _check(model, facts, runner)
+        _compare(model, facts, runner)
     except CaptureError:
         raise
     except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
         raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
-    return runner
 
 
-def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
+def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
     tolerance = allowed_distance(model.dtype, execution_device(model), EXACT, MAX_TOLERANCE)
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2

@@ -74,7 +74,7 @@ class GraphForward(KeptMemory, Runner):
         width = width_for(num_nodes)
         cache.store.make_room(start + width)
         kinds = [kind for _, kind, _ in inputs.layout.layers]
-        self.has_masks = self._keeps_masks or not device_attention.can_attend(cache.buffers, kinds)
+        self.has_masks = self._keeps_masks or not device_attention.needs_no_masks(cache.buffers, kinds)
         bucket = Bucket(cache, width, has_masks=self.has_masks)
         padding, positions, constants = self._constants
         if constants is None or padding is not inputs.padding or positions is not inputs.positions:

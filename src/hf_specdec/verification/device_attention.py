@@ -39,6 +39,8 @@ MERGED_ROWS = 4
 """Rows per thread block of the kernel that merges the parts."""
 TILES = ((256, 64, 64), (512, 32, 32))
 """Rows and keys of a tile for keys of at most so many bytes; they fit twice in 100 KiB of shared memory."""
+LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+"""Compiler options of Triton."""
 PROBE_SLOTS = 600
 """Slots of the memory in the trial run: several parts, and no multiple of a tile."""
 WIDEST_TILE = (16, 16)
@@ -223,23 +225,24 @@ def attend_in_parts(
         "VALUE_DIM": value_dim, "BLOCK_N": block_keys, "BLOCK_V": value_channels,
         "SHORTEST": max(SHORTEST_PART // block_keys, 1), "WINDOW": visible.window, "CHUNK": visible.chunk,
     }  # fmt: skip
-    _kernels().attend_to_parts[tiles, batch * heads, parts](
-        query, key, value, visible.lengths, visible.first, places, words, visible.valid.view(torch.uint8),
-        visible.left, outputs, sums, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        visible.valid.stride(0), scale, softcap, *sizes, KEY_DIM=key_dim, BLOCK_M=block_rows, BLOCK_D=channels,
-        CAPPED=softcap > 0, **common, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    _kernels().merge_parts[-(-rows // MERGED_ROWS), batch * heads](
-        outputs, sums, visible.lengths, visible.left, sums if sinks is None else sinks, merged, *sizes,
-        BLOCK_M=MERGED_ROWS, SUNK=sinks is not None, **common, num_warps=4,
-    )  # fmt: skip
+    with torch.accelerator.device_index(device.index):  # Triton launches on the current device
+        _kernels().attend_to_parts[tiles, batch * heads, parts](
+            query, key, value, visible.lengths, visible.first, places, words, visible.valid.view(torch.uint8),
+            visible.left, outputs, sums, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            visible.valid.stride(0), scale, softcap, *sizes, KEY_DIM=key_dim, BLOCK_M=block_rows, BLOCK_D=channels,
+            CAPPED=softcap > 0, **common, **LAUNCH,
+        )  # fmt: skip
+        _kernels().merge_parts[-(-rows // MERGED_ROWS), batch * heads](
+            outputs, sums, visible.lengths, visible.left, sums if sinks is None else sinks, merged, *sizes,
+            BLOCK_M=MERGED_ROWS, SUNK=sinks is not None, **common, **LAUNCH,
+        )  # fmt: skip
     return merged
 
 
 # ----------------------------------------------------------------------------------------------- choosing the kernels
 
 
-def can_attend(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]) -> bool:
+def needs_no_masks(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]) -> bool:
     """Whether graphs can attend to this memory without masks, in layers of some kinds.
 
     Each kind is tried once per device, dtype and head sizes, see `is_correct`.

@@ -409,7 +409,7 @@ class Bucket:
 
     @property
     def key(self) -> Key:
-        """What distinguishes graphs over the same memory."""
+        """Key of the graphs over this memory."""
         return (self.size,) if self.has_masks else ()
 
     def behind(self, lengths: Tensor) -> BucketSlots:
