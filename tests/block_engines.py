@@ -55,7 +55,7 @@ class Block:
         for layer, states in enumerate(self.head.context_states(self.head.fuse(features), positions)):
             self._cache.update(*states, layer)
         self._length += count
-        self._cache.commit(torch.arange(count)[None], [range(count)])
+        self._cache.commit([range(count)])
 
     def outputs(self, root: int, size: int | None = None) -> BlockOutputs:
         """Return the outputs of a block behind a root; `size` slots, by default as many as in training."""

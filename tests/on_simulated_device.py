@@ -108,7 +108,7 @@ def test_the_same_answers_with_one_read_per_step(
 
 UPLOADED_PER_CALL = (
     "verification/target.py:prefill", "transformers_private.py:prefill", "verification/features.py:of",
-    "verification/masks.py:of", "verification/cache.py:lengths_on", "acceptance/accepted.py:__init__",
+    "verification/masks.py:of", "acceptance/accepted.py:__init__",
     "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
     "trees/growth.py:of", "trees/growth.py:indices", "elsewhere",
 )  # fmt: skip
@@ -282,7 +282,7 @@ def test_commit_can_be_captured() -> None:
         cache = TreeCache([LayerLayout(2, 4, 4, keys.device)], capacity=8)
         cache.update(keys, keys + 1, 0)
         cache.lengths, cache._lengths = [2, 3], lengths
-        cache.commit(path, [(0, 2), (0, 3)])
+        cache.commit_unread(path)
         return cache.layers[0].keys[:, :, :5].clone(), cache.lengths_on(path.device, 2)
 
     keys = [torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]

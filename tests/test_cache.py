@@ -59,8 +59,7 @@ def test_commit_keeps_exactly_the_paths(batch_size: int, layout: list[LayerLayou
             cache.rollback()
             append(cache, marks)
         paths = [sorted(rng.sample(range(nodes), rng.randint(0, nodes))) for _ in range(batch_size)]
-        width = max(1, *map(len, paths))
-        cache.commit(torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths]), paths)
+        cache.commit(paths)
         assert cache.lengths_on(torch.device("cpu"), batch_size).tolist() == cache.lengths
         for row, path in enumerate(paths):
             texts[row] += [int(marks[row, node]) for node in path]
@@ -124,13 +123,13 @@ def test_slots_are_moved_only_from_where_a_path_has_a_gap() -> None:
     buffer = cache.buffers[0]
     buffer.move = lambda sources, targets: moves.append([sources.tolist(), targets.tolist()])  # type: ignore[method-assign]
     append(cache, torch.zeros(2, 5))
-    cache.commit(torch.tensor([[0, 1, 2], [0, -1, -1]]), [[0, 1, 2], [0]])
+    cache.commit([[0, 1, 2], [0]])
     assert moves == []
     append(cache, torch.zeros(2, 5))  # at slot 7: the second row has 5 tokens
-    cache.commit(torch.tensor([[0, 1], [-1, -1]]), [[0, 1], []])
+    cache.commit([[0, 1], []])
     assert moves == []
     append(cache, torch.zeros(2, 5))  # at slot 9
-    cache.commit(torch.tensor([[0, 2], [1, -1]]), [[0, 2], [1]])
+    cache.commit([[0, 2], [1]])
     assert moves == [[[[9, 11], [10, 6]], [[9, 10], [5, 6]]]]
     assert cache.lengths == [11, 6]
 

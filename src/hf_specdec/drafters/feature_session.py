@@ -306,7 +306,7 @@ class FeatureSession(LaunchingSession):
         if entries.nodes is None:
             self._cache.commit_unread(entries.path)
         else:
-            self._cache.commit(entries.path, entries.nodes)
+            self._cache.commit(entries.nodes)
 
     def _plan(self, budget: Budget) -> DraftPlan:
         levels, choices = None, self._limits.choices

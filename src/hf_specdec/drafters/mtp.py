@@ -165,8 +165,7 @@ class _ModulesSession(FeatureSession):
             hidden = self._functions._fuse(prompt.features[:, :known])
             for layer in range(layers):
                 hidden = self._run_layer(layer, prompt.tokens[:, layer : layer + known], hidden, positions, visible)
-            path = torch.arange(known, device=device).expand(rows, -1)
-            self._cache.commit(path, [range(known)] * rows)
+            self._cache.commit([range(known)] * rows)
         if padding is not None:
             counts = padding.counts - (~valid[:, known:]).sum(-1)
             self._padding = replace(PromptPadding.where(valid[:, :known]), counts=counts)
@@ -200,10 +199,7 @@ class _ModulesSession(FeatureSession):
             tokens.append(best.tokens[:, 0])
             log_probs.append(best.log_probs[:, 0])
             read = read.roll(-1, dims=1).scatter(1, last, tokens[-1])
-        known = counts - layers + 1
-        self._cache.commit(
-            torch.where(indices < known, indices, -1), [range(max(count - layers + 1, 0)) for count in entries.counts]
-        )
+        self._cache.commit([range(max(count - layers + 1, 0)) for count in entries.counts])
         self._pending = [_last(entries, layers - 1)]
         return torch.cat(tokens, dim=-1), torch.cat(log_probs, dim=-1)
 

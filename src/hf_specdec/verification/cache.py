@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.host_sync import upload
 from hf_specdec.verification.features import PromptPadding
 from hf_specdec.verification.masks import Positions
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share
@@ -200,30 +201,45 @@ class TreeCache(Cache):
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
-            self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
+            self._lengths = upload(self.lengths or [0] * batch_size, torch.long, device)
         return self._lengths
 
-    def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of the nodes appended since the last commit, in place; discard the rest.
 
-        The path `[B, P]` holds nodes counted from `start`, in order, and -1 after its end; `nodes` are the same on the
-        host, without padding.
+        A path holds nodes counted from `start`, in order.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """
-        start, lengths = self.start, self.lengths or [0] * len(nodes)
+        start, lengths = self.start, self.lengths or [0] * len(paths)
         moved = [
             index
-            for kept, length in zip(nodes, lengths, strict=True)
+            for kept, length in zip(paths, lengths, strict=True)
             for index, node in enumerate(kept)
             if start + node != length + index
         ]  # nodes before the first moved one are already in place in every row
-        counts = self._move_path(path, min(moved) if moved else path.shape[1])
-        self._commit_lengths([length + len(kept) for length, kept in zip(lengths, nodes, strict=True)], counts)
+        if moved:
+            columns = range(min(moved), max(map(len, paths)))
+            targets = [[length + index for index in columns] for length in lengths]
+            sources = [
+                [start + kept[index] if index < len(kept) else length + index for index in columns]
+                for kept, length in zip(paths, lengths, strict=True)
+            ]
+            for buffer in self.buffers:
+                buffer.move(*upload([sources, targets], torch.long, buffer.keys.device))
+        self._commit_lengths([length + len(kept) for length, kept in zip(lengths, paths, strict=True)], None)
 
     def commit_unread(self, path: Tensor) -> None:
-        """Keep one path per row, like `commit`, before the host has read the path lengths, see `append_unread`."""
-        self.append_unread(path.shape[1], self._move_path(path))
+        """Keep one path per row, like `commit`, before the host has read the paths; see `append_unread`.
+
+        The path `[B, P]` is on the device, with -1 after its end.
+        """
+        lengths = self.lengths_on(path.device, len(path))
+        targets = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        sources = torch.where(path >= 0, self.start + path, targets)
+        for buffer in self.buffers:
+            buffer.move(sources, targets)
+        self.append_unread(path.shape[1], lengths + (path >= 0).sum(-1))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
         """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`.
@@ -236,16 +252,6 @@ class TreeCache(Cache):
         """Set the exact number of committed tokens of each row after `commit_unread` or `append_unread`."""
         self.lengths = list(lengths)
         self.rollback()
-
-    def _move_path(self, path: Tensor, first: int = 0) -> Tensor:
-        """Move the nodes of paths `[B, P]`, from column `first` on, behind the committed tokens; return lengths."""
-        lengths = self.lengths_on(path.device, len(path))
-        if first < path.shape[1]:
-            targets = lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
-            sources = torch.where(path[:, first:] >= 0, self.start + path[:, first:], targets)
-            for buffer in self.buffers:
-                buffer.move(sources, targets)
-        return lengths + (path >= 0).sum(-1)
 
     def _commit_lengths(self, lengths: list[int], on_device: Tensor | None) -> None:
         """Set the committed lengths of all rows on the host and, if known, on the device; discard all other slots."""

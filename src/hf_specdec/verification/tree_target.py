@@ -58,11 +58,8 @@ class TreeTarget(Target):
 
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row, in place."""
-        active = self.cache.active
-        if active is None:
-            self.cache.commit(acceptance.path, acceptance.nodes)
-        else:
-            self.cache.commit(acceptance.path[active.index], [acceptance.nodes[row] for row in active.rows])
+        active, nodes = self.cache.active, acceptance.nodes
+        self.cache.commit(nodes if active is None else [nodes[row] for row in active.rows])
 
     def keep_rows(self, active: Sequence[int]) -> None:
         """See `Target`; the last rows of the cache move to the places of those left out."""
@@ -124,7 +121,7 @@ class TreeTarget(Target):
                 self._highest = last + 1 - size
             # nodes beyond a row's chunk are on no path: as a longer chain they could exceed the model's positions
             self.verify(TokenTree(tokens, torch.where(nodes < counts, nodes + ROOT_PARENT, ROOT_PARENT)))
-            cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
+            cache.commit([range(len(row)) for row in chunks])
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
