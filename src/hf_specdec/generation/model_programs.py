@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
-from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
+from hf_specdec.verification.runners import (
+    TARGET_EXAMPLE_SHAPE,
+    CompiledForward,
+    ModelForward,
+    Runner,
+    WeightsVersion,
+)
+from hf_specdec.verification.target import expert_products
 from hf_specdec.verification.trials import allowed_distance, first_inputs, is_random
 
 logger = logging.getLogger(__name__)
@@ -179,14 +187,17 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    if mode == "cuda_graph" and device.type in FUSING_DEVICES:
+
+    def compiled() -> Runner:
+        with expert_products(model, prod(TARGET_EXAMPLE_SHAPE)):  # one program for all widths: that of wide trees
+            return CompiledForward(model, order, mode)
+
+    if mode == "cuda_graph" and device.type in FUSING_DEVICES and is_compileable(model):
         try:
-            return _checked(model, facts, CompiledForward(model, order, mode))
+            return _checked(model, facts, compiled())
         except CaptureError as error:
             logger.info("The small operations of %s are not fused: %s.", type(model).__name__, error)
-    return _checked(
-        model, facts, ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
-    )
+    return _checked(model, facts, ModelForward(model, order) if mode == "cuda_graph" else compiled())
 
 
 def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
@@ -201,6 +212,12 @@ def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runn
     except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
         raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
     return runner
+
+
+def is_compileable(model: PreTrainedModel) -> bool:
+    """Whether transformers marks the model's quantisation, if it has one, as one that can be compiled."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is None or bool(quantizer.is_compileable)
 
 
 def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: ExecutionMode) -> str:
@@ -224,8 +241,7 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: Executi
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {device}:
         return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
-    quantizer = getattr(model, "hf_quantizer", None)
-    if mode != "cuda_graph" and quantizer is not None and not quantizer.is_compileable:
+    if mode != "cuda_graph" and not is_compileable(model):
         return "its quantisation cannot be compiled, according to transformers"
     for name, module in model.named_modules():  # any call of a compiled module may compile again, and read the device
         forward = getattr(module.forward, "__func__", module.forward)
