@@ -6,6 +6,8 @@
 * `small` and `wide`: six unseen questions, 128 new tokens. All methods answer every question in turn: once cold, with
   the captures that it took, then three times after `warmup()`. `wide` is SmolLM2 widened to an 8B, with its head, see
   `Kit.widened`. Both parts end with a profile of a step of `eagle`.
+* `mends`: the same questions, cold, by `auto` alone: as it is; with the prices of runs that are no replays; and with
+  captures that empty torch's memory caches.
 * `float32`: answers of SmolLM2 in float32 compared with plain ones, with TF32 and without.
 
 Methods: plain `generate()`; transformers' compiled static cache, alone and (from 5.24 on) with its prompt lookup; this
@@ -18,7 +20,9 @@ import statistics
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -28,6 +32,7 @@ from torch.autograd import DeviceType
 
 from hf_specdec.bench.methods import COMPILED, call_options
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.verification import graphs
 
 QUESTIONS, NEW_TOKENS, ROUNDS, LONGEST_PROMPT = 6, 128, 3, 512
 BASELINES = ("plain", "static")
@@ -151,6 +156,25 @@ def wide(kit: Kit) -> None:
     timed(kit, *kit.widened(*kit.smollm()))
 
 
+def mends(kit: Kit) -> None:
+    """Answer the questions cold by `auto`, as it is and with two mends of the graph path switched off."""
+    for without in ("nothing", "prices of replays alone", "caches kept in captures"):
+        model, head = kit.smollm()
+        model.add_drafter(EagleDrafter(head), "eagle")
+        kit.empties_caches = without == "caches kept in captures"
+        prices = mock.patch.object(graphs, "note_one_time_work")
+        with prices if without == "prices of replays alone" else nullcontext():
+            for question, inputs in kit.prompts(2 if kit.tiny else QUESTIONS).items():
+                before = len(kit.captures)
+                how = {"speculative": {"method": "auto", "compile": "cuda_graph"}}
+                seconds, ids = answer(kit, model, inputs, 12 if kit.tiny else NEW_TOKENS, how)
+                kit.row(
+                    without=without, question=question, tokens=len(ids), call_seconds=seconds,
+                    tau=model.last_speculation.mean_accepted_length, capture_seconds=kit.captures[before:],
+                )  # fmt: skip
+        kit.empties_caches = False
+
+
 def float32(kit: Kit) -> None:
     """Compare answers in float32 with plain ones, with TF32 and without."""
     model, head = kit.smollm()
@@ -173,7 +197,7 @@ def float32(kit: Kit) -> None:
             torch.set_float32_matmul_precision(before)
 
 
-PARTS = {"small": small, "wide": wide, "float32": float32}
+PARTS = {"small": small, "wide": wide, "mends": mends, "float32": float32}
 
 if __name__ == "__main__":
     sys.exit(main(PARTS, __doc__))

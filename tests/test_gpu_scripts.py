@@ -44,13 +44,14 @@ def test_forwards(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_answers(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):
-        rows = rehearsed("gpu_answers", tmp_path, "wide", "float32")
+        rows = rehearsed("gpu_answers", tmp_path, "wide", "mends", "float32")
     answers = [row for row in rows if row["part"] == "wide" and "question" in row]
     assert {row["round"] for row in answers} == {-1, 0}
     assert {row["method"] for row in answers} >= {"plain", "static", "captured", "eagle", "auto", "eagle+inductor"}
     assert all(row["equal"] for row in answers)
     assert any(row["capture_seconds"] for row in answers if row["round"] < 0)
     assert not any(row["capture_seconds"] for row in answers if row["round"] >= 0 and row["method"] == "captured")
+    assert len({row["without"] for row in rows if row["part"] == "mends" and "tau" in row}) == 3
     assert {row["precision"] for row in rows if row["part"] == "float32" and row.get("equal")} == {"highest", "high"}
     assert [row["passed"] for row in rows if "bar" in row and row["value"] >= row["at_least"]] in (
         [],
