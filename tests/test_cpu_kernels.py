@@ -35,8 +35,9 @@ from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
+from hf_specdec.fusion.patterns import lift_weights
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.stages import stages_of

@@ -18,6 +18,7 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.fusion.fused import FUSING_DEVICES
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.captured import CapturedGreedy, GraphForward
@@ -172,12 +173,25 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     """Return a compiled or captured verify forward of a model, after checking its outputs against the model's.
 
     The mode "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
-    uses the model's own forward. Each is captured if the device has a graph backend.
+    runs them with fused operations on `FUSING_DEVICES`, or if that fails the model's own forward. Each is captured if
+    the device has a graph backend.
     """
     if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    runner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    if mode == "cuda_graph" and device.type in FUSING_DEVICES:
+        try:
+            return _checked(model, facts, CompiledForward(model, order, mode))
+        except CaptureError as error:
+            logger.info("The small operations of %s are not fused: %s.", type(model).__name__, error)
+    return _checked(
+        model, facts, ModelForward(model, order) if mode == "cuda_graph" else CompiledForward(model, order, mode)
+    )
+
+
+def _checked(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> Runner:
+    """Return a runner, captured if the device has a graph backend, after checking it."""
+    device = execution_device(model)
     if device.type in GRAPH_BACKENDS:
         runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
     try:

@@ -348,6 +348,15 @@ class _BucketLayer(FixedLayer):
         values.index_copy_(2, self._slots, value_states)
         return keys[:, :, : self._bucket], values[:, :, : self._bucket]
 
+    def rotate_and_update(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `update`, before rotary embedding; returns the rotated queries as well."""
+        assert self._share is not None
+        keys, values = self._share.keys, self._share.values
+        query = torch.ops.hf_specdec_fused.rotate_and_append(query, key, value, cos, sin, keys, values, self._slots)
+        return query, keys[:, :, : self._bucket], values[:, :, : self._bucket]
+
     def get_seq_length(self) -> Any:
         """Return the first slot, as a tensor on the device."""
         return self._slots[0]

@@ -1,16 +1,17 @@
-"""Programs: traced functions that run as compiled code, or operation by operation with the CPU kernels.
+"""Programs: traced functions that run as compiled code, or operation by operation with kernels.
 
 A program reads the model's own weights, so weights that change in place need no new program. On a CPU its products run
 as kernels (`cpu/`). Without those kernels, inductor compiles with constant weights, of which it makes a packed copy,
-because its own products are slow otherwise.
+because its own products are slow otherwise. Programs to be captured on a GPU have fused small operations (`fusion/`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,10 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, lift_weights, use_kernels
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
 from hf_specdec.errors import CacheCapacityError
+from hf_specdec.fusion.fused import can_fuse, fuse_operations
+from hf_specdec.fusion.patterns import lift_weights
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
+
+logger = logging.getLogger(__name__)
 
 PACKING_OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights become constants, packed for oneDNN; the model keeps its weights
@@ -58,6 +63,14 @@ class CaptureError(Exception):
         return not lacking and "allocate memory" not in str(cause)  # torch's message on a CPU
 
 
+class AttentionForms(NamedTuple):
+    """An attention operation, and its forms for a joined product (`use_kernels`) and before rotary embedding."""
+
+    separate: Any
+    joined: Any
+    rotated: Any
+
+
 def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are CPU kernels for this device and dtype, if this machine can use them."""
     return device.type == "cpu" and dtype in DTYPES
@@ -75,13 +88,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def make_program(
-    step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode, attention: tuple[Any, Any] | None = None
+    step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode, attention: AttentionForms | None = None
 ) -> Program:
-    """Trace a function, by one call, and make a program of it, for inputs of any size; `attention`: see `use_kernels`.
+    """Trace a function, by one call, and make a program of it, for inputs of any size.
 
     Dimensions of the example inputs that may vary independently need distinct sizes greater than 1.
     """
     on_cpu = inputs[0].device.type == "cpu"
+    if mode == "cuda_graph" and not can_fuse(inputs[0].device):
+        raise CaptureError("its small operations cannot be fused, because Triton is not installed")
     if mode == "kernels":
         if not on_cpu:
             raise CaptureError(f"the CPU kernels cannot run on {inputs[0].device}")
@@ -91,6 +106,14 @@ def make_program(
             raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
     try:
         with persistent_tensors():
+            if mode == "cuda_graph":
+                graph = _traced(step, inputs, record=False)
+                weights = lift_weights(graph)
+                replaced = fuse_operations(graph, attention and (attention.separate, attention.rotated))
+                if not replaced:
+                    raise CaptureError("none of its small operations can be fused")
+                logger.debug("Fused operations of a program: %s.", dict(replaced))
+                return Program(graph.forward, tuple(weights))
             if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
                 graph = _traced(step, inputs, record=False)
                 options = PACKING_OPTIONS if on_cpu else ACCELERATOR_OPTIONS
@@ -98,7 +121,7 @@ def make_program(
                 return Program(compiled, copies_weights=on_cpu)
             graph = _traced(step, inputs, record=True)
             weights = lift_weights(graph)
-            if use_kernels(graph, attention) == 0 and mode == "kernels":
+            if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
             matrices = [weight for weight in weights if weight.dim() == 2]
             for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape

@@ -27,7 +27,7 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import CaptureError, make_program
+from hf_specdec.verification.programs import AttentionForms, CaptureError, make_program
 from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
@@ -158,7 +158,8 @@ class CompiledForward(Runner):
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
         step = _verify_step(model, self._order)
-        attention = torch.ops.hf_specdec.tree_attention.default, torch.ops.hf_specdec.joined_attention.default
+        kinds = (f"{name}_attention" for name in ("tree", "joined", "rotated"))
+        attention = AttentionForms(*(getattr(torch.ops.hf_specdec, kind).default for kind in kinds))
         self._run = make_program(step, tokens, tokens.clone(), start, mode=mode, attention=attention)
         self.copies_weights = self._run.copies_weights
 
@@ -212,6 +213,21 @@ def _append_and_attend_joined(
     return _append_and_attend(query, key, value, layer, kind, scaling)
 
 
+def _rotate_append_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: int, kind: str, scaling: float | None
+) -> Tensor:
+    """Like `_append_and_attend`, for queries and keys before rotary embedding."""
+    running = _RUNNING.get()
+    assert running is not None
+    forward, cache = running
+    if isinstance(cache, TreeCache):
+        query, key = (torch.ops.hf_specdec_fused.rotary(part, cos, sin) for part in (query, key))
+        return _append_and_attend(query, key, value, layer, kind, scaling)
+    entry: Any = cache.layers[layer]
+    query, keys, values = entry.rotate_and_update(query, key, value, cos, sin)
+    return forward.attend(kind, query, keys, values, scaling)
+
+
 @functools.cache
 def _define_target_attention() -> torch.library.Library:
     """Define the custom operations, once per process; they exist as long as the returned library, which is cached."""
@@ -219,18 +235,22 @@ def _define_target_attention() -> torch.library.Library:
     where = "int layer, str kind, float? scale) -> Tensor"
     library.define(f"tree_attention(Tensor query, Tensor key, Tensor value, {where}")
     library.define(f"joined_attention(Tensor joined, Tensor cos, Tensor sin, int shared, int size, {where}")
-    shapes: dict[str, Callable[..., Tensor]] = {
-        "tree_attention": lambda query, _key, value, *_: query.new_empty(
-            query.shape[0], query.shape[2], query.shape[1], value.shape[3]
-        ),
-        "joined_attention": lambda joined, _cos, _sin, shared, size, *_: joined.new_empty(
-            *joined.shape[:2], joined.shape[2] // size - 2 * shared, size
-        ),
+    library.define(f"rotated_attention(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, {where}")
+
+    def shape(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+    def joined_shape(joined: Tensor, _cos: Tensor, _sin: Tensor, shared: int, size: int, *_: object) -> Tensor:
+        return joined.new_empty(*joined.shape[:2], joined.shape[2] // size - 2 * shared, size)
+
+    functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "tree_attention": (_append_and_attend, shape),
+        "joined_attention": (_append_and_attend_joined, joined_shape),
+        "rotated_attention": (_rotate_append_and_attend, shape),
     }
-    library.impl("tree_attention", _append_and_attend, "CompositeExplicitAutograd")
-    library.impl("joined_attention", _append_and_attend_joined, "CompositeExplicitAutograd")
-    for name, shape in shapes.items():
-        library.impl(name, shape, "Meta")
+    for name, (run, shape_of) in functions.items():
+        library.impl(name, run, "CompositeExplicitAutograd")
+        library.impl(name, shape_of, "Meta")
     return library
 
 
