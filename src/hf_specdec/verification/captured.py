@@ -70,34 +70,51 @@ class GraphForward(KeptMemory, Runner):
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`; the returned tensors are copies."""
         assert isinstance(cache, TreeCache)
-        (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
+        num_nodes, kinds = inputs.tree.num_nodes, [kind for _, kind, _ in inputs.layout.layers]
         width = width_for(num_nodes)
-        cache.store.make_room(start + width)
-        kinds = [kind for _, kind, _ in inputs.layout.layers]
+        cache.store.make_room(inputs.start + width)
         self.has_masks = self._keeps_masks or not device_attention.needs_no_masks(cache.buffers, kinds)
-        bucket = Bucket(cache, width, has_masks=self.has_masks)
+        captures = self._graphed.num_captures
+        logits, *states = self._run(inputs, cache, width)
+        if self._graphed.num_captures != captures:
+            self._capture_others(inputs, cache)
+            logits, *states = self._run(inputs, cache, width)  # again, because others have written to the same slots
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.end = inputs.start + num_nodes
+        states = [state[:, :num_nodes] for state in states]
+        return logits[:, :num_nodes], dict(zip(sorted(self.layers), states, strict=True))
+
+    def _capture_others(self, inputs: TreeInputs, cache: TreeCache) -> None:
+        """Capture the remaining widths once three are: then a method varies them, and will need these as well."""
+        rows, fitting = len(inputs.tree.tokens), [w for w in CAPTURED_WIDTHS if inputs.start + w <= cache.capacity]
+        keys = {w: (rows, w, *Bucket(cache, w, has_masks=self.has_masks).key) for w in fitting}
+        missing = [w for w in fitting if keys[w] not in self._graphed.captured_keys()]
+        if len(missing) <= len(CAPTURED_WIDTHS) - 3:
+            for width in reversed(missing):
+                self._run(inputs, cache, width, at_once=True)
+
+    def _run(self, inputs: TreeInputs, cache: TreeCache, width: int, *, at_once: bool = False) -> list[Tensor]:
+        """Run the first nodes of a tree, padded to a width."""
+        rows, bucket = len(inputs.tree.tokens), Bucket(cache, width, has_masks=self.has_masks)
         padding, positions, constants = self._constants
         if constants is None or padding is not inputs.padding or positions is not inputs.positions:
             constants = _rows(inputs)
             self._constants = inputs.padding, inputs.positions, constants
         valid, left, offsets = constants
-        logits, *states = self._graphed(
+        return self._graphed(
             (rows, width, *bucket.key),
             self._function(inputs.layout, bucket),
-            Input(inputs.tree.tokens, width),
-            Input(inputs.tree.parents.expand(rows, -1), width, ROOT_PARENT),
+            Input(inputs.tree.tokens[:, :width], width),
+            Input(inputs.tree.parents.expand(rows, -1)[:, :width], width, ROOT_PARENT),
             Input(inputs.lengths),
             Input(valid, bucket.size, fill=True, is_constant=True),
             Input(left, is_constant=True),
             Input(offsets, is_constant=True),
             Input(UNBOUNDED if inputs.ceiling is None else inputs.ceiling),
             moves=self.moves,
+            at_once=at_once,
         )
-        for layer in cache.layers:
-            if layer.is_initialized:
-                layer.end = start + num_nodes
-        states = [state[:, :num_nodes] for state in states]
-        return logits[:, :num_nodes], dict(zip(sorted(self.layers), states, strict=True))
 
     def _function(self, layout: MaskLayout, bucket: Bucket) -> Callable[..., Sequence[Tensor]]:
         """Return the function to capture: the inner forward, with positions and what its layers attend to."""

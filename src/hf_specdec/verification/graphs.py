@@ -90,6 +90,12 @@ class KeptMemory:
             self._lease = weakref.ref(cache)
             return cache
 
+    def free(self) -> None:
+        """Free the memory, which no cache may be using; the next cache allocates as much as it needs."""
+        with self._backend.exclusive():
+            if self._store is not None:
+                self._store.close()
+
     def owns(self, cache: Cache) -> bool:
         """Whether a cache uses this memory."""
         return self._lease is not None and self._lease() is cache
@@ -128,6 +134,9 @@ class Graphed:
     Args:
         backend: Graph backend of the device.
         name: Name of the function in log messages.
+
+    Attributes:
+        num_captures: Graphs captured so far.
     """
 
     def __init__(self, backend: GraphBackend, name: str) -> None:
@@ -136,7 +145,7 @@ class Graphed:
         # by dtype and number of elements; shapes of equal results share a buffer
         self._outputs: Outputs = weakref.WeakValueDictionary()
         self._moves = -1  # moves of the cache memory when the graphs were captured
-        self._is_capturable = True
+        self._is_capturable, self.num_captures = True, 0
         self._streams: set[Any] = set()  # on which it has run
 
     def captured_keys(self) -> list[Key]:
@@ -144,8 +153,9 @@ class Graphed:
         return [key for key, shape in self._shapes.items() if shape.replay is not None]
 
     def __call__(
-        self, key: Key, function: Callable[..., Sequence[Tensor]], *inputs: Input, moves: int = 0
-    ) -> list[Tensor]:
+        self, key: Key, function: Callable[..., Sequence[Tensor]], *inputs: Input, moves: int = 0,
+        at_once: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
         """Return the function's results for some inputs, as copies.
 
         Args:
@@ -155,6 +165,7 @@ class Graphed:
                 the same inputs, so if it also writes elsewhere, repeating it must write the same.
             *inputs: The inputs.
             moves: `moves` of the cache memory that the function uses; if it changed, all graphs are dropped.
+            at_once: Whether to capture without waiting for `CAPTURE_AFTER` runs.
         """
         with self._backend.exclusive() as stream:
             if self._moves != moves:
@@ -167,6 +178,8 @@ class Graphed:
                 shape = _Shape(function, inputs, self._outputs)
             self._shapes[key] = shape
             shape.fill(inputs)
+            if at_once and shape.times >= 0:  # negative: memory was full
+                shape.times = CAPTURE_AFTER
             self._run(shape)
             self._streams.add(stream)
             if len(self._streams) > 1:  # once freed, the memory must not go to its first stream before others are done
@@ -191,6 +204,7 @@ class Graphed:
         if shape.times > CAPTURE_AFTER and may_capture:
             try:
                 shape.replay = self._capture(shape)
+                self.num_captures += 1
             except Exception as error:  # model code and drivers raise various types
                 self._note_failure(shape, error)
                 shape.run()
@@ -214,8 +228,9 @@ class Graphed:
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
     def _capture(self, shape: _Shape) -> Callable[[], None]:
-        with CapturableOnly():
-            shape.run()
+        if not self.num_captures:  # what a function does is the same for all shapes
+            with CapturableOnly():
+                shape.run()
         replay = self._backend.capture(shape.run)
         expected = [packed.to(torch.float32, copy=True) for packed in shape.packed.values()]
         for packed in shape.packed.values():

@@ -270,7 +270,7 @@ class KeyValueStore:
         """Free memory that is too large, or has too many rows, to be kept until the next call."""
         size = sum(buffer.num_bytes for buffer in self.buffers)
         if any(buffer.num_rows > MAX_KEPT_ROWS for buffer in self.buffers) or size > (self._kept_bytes or 0):
-            self._close()
+            self.close()
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
         """Return memory for the first keys and values `[B, H, T, *]` of a layer.
@@ -280,7 +280,7 @@ class KeyValueStore:
         """
         rows = len(key_states)
         if not all(buffer.can_serve(rows, key_states.dtype) for buffer in self.buffers):
-            self._close()
+            self.close()
         actual = LayerLayout.of(key_states, value_states)
         shared = self.layout.count(actual) if layout == actual else 1
         if self._kept_bytes is not None and not self.buffers:
@@ -297,7 +297,7 @@ class KeyValueStore:
                     return buffer.take(rows)
             buffer = self._new_buffer(shared, (key_states, value_states))
         except CacheCapacityError:
-            self._close()  # a shorter call may still fit
+            self.close()  # a shorter call may still fit
             raise
         self.buffers.append(buffer)
         return buffer.take(rows)
@@ -316,7 +316,8 @@ class KeyValueStore:
             self._move(min(self._needed, self.capacity))
             return KeyValueBuffer(num_layers, self.capacity, states, rows, is_persistent=True)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Free the memory if it is kept between calls."""
         if self._kept_bytes is None:
             return  # the memory belongs to one call and is freed with its cache
         for buffer in self.buffers:
