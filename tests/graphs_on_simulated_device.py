@@ -805,6 +805,16 @@ def test_changed_weights_are_captured_again_and_the_rest_goes() -> None:
     assert after() is None
 
 
+def test_all_widths_are_captured_once_three_are(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that varies its widths would otherwise capture amid later answers; others have one or two widths."""
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    config, captured = eagle3_on(llama), []
+    for num_nodes in (6, 6, 12, 24):
+        assert generate(llama, 1, {**config, "num_draft_tokens": num_nodes}) == plain_llama(1)
+        captured.append({width for _, width in runner_of(llama).captured_keys()})
+    assert captured == [{8}, {8}, {8, 16}, set(graphs.CAPTURED_WIDTHS)]
+
+
 def test_auto_takes_graphs_where_the_device_has_them(llama: Any) -> None:
     plain = plain_llama(1)
     for compile_ in ("auto", "none"):

@@ -17,9 +17,14 @@ OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 """Which of the GPU tests run there: every function, with few of its arguments."""
 
 
-SHARDS = {"graphs_on_simulated_device.py": 22, "on_simulated_device.py": 8, "test_gpu.py": 1}
+SHARDS = {
+    "graphs_on_simulated_device.py": 22,
+    "on_simulated_device.py": 8,
+    "test_gpu.py": 1,
+    "auto_on_modelled_gpu.py": 1,
+}
 """In how many parts a file runs, so that two workers share it; `make test` runs the last part of each."""
-OF_EXHAUSTIVE = {"test_gpu.py"}
+OF_EXHAUSTIVE = {"test_gpu.py", "auto_on_modelled_gpu.py"}
 """Files of one part that only `make exhaustive` runs."""
 
 
