@@ -27,7 +27,6 @@ from hf_specdec.cpu import library
 from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.stages import traced_stages
 from hf_specdec.verification import programs, runners, target
-from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from torch_modes import MODES
@@ -473,22 +472,3 @@ def test_experts_of_wide_trees_are_not_gathered(
             assert model.generate(ids, **inputs, speculative=settings).tolist() == plain.tolist()
     assert {nodes for nodes in (1, 5) if used[nodes] == "batched_mm"} == gathered
     assert used[ids.shape[1]] == model.config._experts_implementation == "grouped_mm"
-
-
-@pytest.mark.parametrize(("groups", "traced"), [(True, "grouped_mm"), (False, "batched_mm")])
-def test_a_program_for_all_widths_multiplies_by_experts_as_for_wide_trees(
-    groups: bool, traced: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = copy.deepcopy(zoo.build("qwen3_moe"))
-    facts, seen = inspect_target(model), []
-
-    def trace(model: Any, *_: Any) -> None:
-        seen.append(model.config._experts_implementation)
-        raise programs.CaptureError("only looked at")
-
-    monkeypatch.setattr(model_programs, "CompiledForward", trace)
-    monkeypatch.setattr(target, "execution_device", lambda _model: torch.device("cuda"))
-    monkeypatch.setattr(target, "groups_on_device", lambda _weight: groups)
-    with pytest.raises(programs.CaptureError, match="only looked at"):
-        model_programs.make_runner(model, facts, frozenset(), "inductor")
-    assert (seen, model.config._experts_implementation) == ([traced], "grouped_mm")
