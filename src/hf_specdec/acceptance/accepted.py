@@ -144,7 +144,7 @@ class Transfer:
         self._event: Any = None
         event_type = event_class(device)
         if event_type is not None and can_pin(device.type):
-            packed = torch.cat(tensors, dim=1)
+            packed = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]
             self._copied = torch.empty(packed.shape, dtype=packed.dtype, device="cpu").pin_memory()
             self._copied.copy_(packed, non_blocking=True)
             self._event = event_type()

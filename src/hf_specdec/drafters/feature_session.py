@@ -256,6 +256,7 @@ class FeatureSession(LaunchingSession):
         self._prompt: Entries | None
         self._prompt, self._padding = prompt_entries(context, head.feature_layers, limits.window)
         self._constants: tuple[object, tuple[Tensor, Tensor] | None] = (None, None)
+        self._indices = context.roots.new_empty(0)  # 0, 1, 2, ...
 
     def _follow(self, step: Step) -> None:
         kept, states = step.acceptance, features_of(step).of(self._feature_layers)
@@ -267,7 +268,10 @@ class FeatureSession(LaunchingSession):
             for part in unread:
                 lengths = [length + count for length, count in zip(lengths, part.counts, strict=True)]
             self._known_lengths = lengths
-        path = torch.where(kept.path >= 0, torch.arange(kept.path.shape[1], device=kept.path.device), -1)
+        width = kept.path.shape[1]
+        if len(self._indices) < width:
+            self._indices = torch.arange(2 * width, dtype=torch.long, device=kept.path.device)
+        path = torch.where(kept.path < 0, kept.path, self._indices[:width])
         self._pending.append(Entries(_at_path(states, kept.path), kept.tokens.clamp(min=0), path, nodes))
 
     def _settle(self, acceptance: Accepted) -> None:
@@ -365,7 +369,8 @@ class FeatureSession(LaunchingSession):
         """See `LaunchingSession.launch`; with graphs, one graph reads the step and drafts."""
         graphs, functions, plan, kept = self._graphs, self._functions, self._plan(budget), step.acceptance
         rows, num_states = len(kept.path), CAPTURED_WIDTHS[-1]
-        width = width_for(plan.max_depth + 1)  # nodes of the path: a merged tree may be deeper than the head's own
+        # nodes of the path: a merged tree may be deeper than the head's own; entries of one row cost next to nothing
+        width = num_states if rows == 1 else width_for(plan.max_depth + 1)
         if (
             graphs is None
             or self._prompt is not None

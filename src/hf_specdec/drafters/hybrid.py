@@ -134,7 +134,7 @@ class HybridDrafter(Drafter):
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
             sources.append(MergedSource(name, session, checked_limits(part, part_config, name)))
-        return _HybridSession(sources, self.learned, context)
+        return _HybridSession(sources, self.learned, context, traces=config.trace)
 
 
 def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> SpeculativeConfig:
@@ -229,7 +229,10 @@ class _Answer(NamedTuple):
 
 
 class _HybridSession(DraftSession):
-    def __init__(self, sources: Sequence[MergedSource], learned: LearnedStats, context: DraftContext) -> None:
+    def __init__(
+        self, sources: Sequence[MergedSource], learned: LearnedStats, context: DraftContext, *, traces: bool = False
+    ) -> None:
+        self._traces = traces  # whether somebody looks at the probabilities of the drafts
         self._free = [source for source in sources if source.session.has_candidates]
         self._heads = [source for source in sources if not source.session.has_candidates]
         self._roots = context.roots
@@ -353,7 +356,7 @@ class _HybridSession(DraftSession):
             log_probs[row][: len(edges)] = edges
             sources[row] = tuple(names[source] for source in tree.sources[:num_nodes])
         draft = Draft.from_rows(rows, self._roots.device)
-        uploaded = upload(log_probs, torch.float32, self._roots.device)
+        uploaded = upload(log_probs, torch.float32, self._roots.device) if self._traces else None
         return replace(draft, log_probs=uploaded, sources=tuple(sources))
 
     # ------------------------------------------------------------------------------------------- learning

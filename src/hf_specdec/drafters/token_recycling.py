@@ -440,11 +440,20 @@ class _RecyclingSession(LaunchingSession):
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; if captured, one graph learns from the step and drafts."""
-        table, tree, kept = self._table, step.draft.tree, step.acceptance
-        rows, num_nodes = tree.tokens.shape
-        if self._program is None or budget.is_plain or num_nodes > CAPTURED_WIDTHS[-1]:
+        if budget.is_plain or not self._is_captured(step):
             return super().launch(step, budget)
-        width, grown = CAPTURED_WIDTHS[-1], growable(budget)
+        grown = growable(budget)
+        tokens, parents, edges = self._advance(step, grown)
+        self._roots = step.acceptance.next_token
+        self._note_launched(budget, Draft(TokenTree(tokens, parents, max_depth=grown.num_steps), edges))
+        return ()
+
+    def _is_captured(self, step: Step) -> bool:
+        return self._program is not None and step.draft.tree.num_nodes <= CAPTURED_WIDTHS[-1]
+
+    def _advance(self, step: Step, grown: Budget | None) -> Sequence[Tensor]:
+        """Learn from a step by a graph; return tokens, parents and log-probabilities of the next tree, if any."""
+        table, tree, kept, width = self._table, step.draft.tree, step.acceptance, CAPTURED_WIDTHS[-1]
         log_probs, ids = table.candidates(step.verification.logits)
 
         def advance(
@@ -452,16 +461,19 @@ class _RecyclingSession(LaunchingSession):
             log_probs: Tensor,
         ) -> Sequence[Tensor]:  # fmt: skip
             previous = learn(table, TokenTree(tokens, parents), log_probs, ids, path, previous)
+            if grown is None:
+                return [previous]
             draft = recycle(table, previous, roots, grown)
             assert draft.log_probs is not None
-            return [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape), previous, draft.log_probs]
+            return [previous, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape), draft.log_probs]
 
         # nodes and path entries that pad a step are ignored by `learn`; graphs hold the table's address
-        drafted, parents, self._previous, edges = self._program(
-            (rows, grown),
+        assert self._program is not None
+        self._previous, *drafted = self._program(
+            (len(tree.tokens), grown),
             advance,
             Input(tree.tokens, width),
-            Input(tree.parents.expand(rows, -1), width, ROOT_PARENT),
+            Input(tree.parents.expand(tree.tokens.shape), width, ROOT_PARENT),
             Input(kept.path, width, -1),
             Input(kept.next_token),
             Input(self._previous),
@@ -469,14 +481,15 @@ class _RecyclingSession(LaunchingSession):
             Input(log_probs, width),
             moves=id(table),
         )
-        self._roots = kept.next_token
-        self._note_launched(budget, Draft(TokenTree(drafted, parents, max_depth=grown.num_steps), edges))
-        return ()
+        return drafted
 
     def _draft(self, budget: Budget) -> Draft:
         return recycle(self._table, self._previous, self._roots, growable(budget))
 
     def _follow(self, step: Step) -> None:
+        if self._is_captured(step):
+            self._advance(step, None)
+            return
         candidates, kept = self._table.candidates(step.verification.logits), step.acceptance
         self._previous = self._learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
 

@@ -262,8 +262,9 @@ class _Shape:
         self.replay: Callable[[], None] | None = None
         device = next(value.device for value in (given.value for given in inputs) if isinstance(value, Tensor))
         self._buffers: list[Tensor] = []
-        # integers of a row, or without padding, lie side by side: one launch fills them; and what pads each of them
-        self._joined, self._pads = torch.empty(0, dtype=torch.long, device=device), dict[int, Tensor]()
+        # inputs of one dtype that are a row, or have no padding, lie side by side: one launch fills all of them
+        self._joined: list[tuple[Tensor, dict[int, Tensor]]] = []  # what pads each of them, by index
+        groups: dict[torch.dtype, dict[int, Tensor]] = {}
         with persistent_tensors():
             for index, given in enumerate(inputs):
                 buffer = torch.zeros((), dtype=torch.long, device=device)
@@ -273,30 +274,35 @@ class _Shape:
                         sizes[1] = given.width
                     buffer = torch.full(sizes, given.fill, dtype=given.value.dtype, device=device)
                     is_whole = given.width is None or len(buffer) == 1
-                    if is_whole and buffer.dtype == torch.long and not given.is_constant:
-                        self._pads[index] = buffer.flatten()
+                    if is_whole and not given.is_constant:
+                        groups.setdefault(buffer.dtype, {})[index] = buffer.flatten()
                 self._buffers.append(buffer)
-            if self._pads:
-                self._joined = torch.cat([*self._pads.values()])
-                parts = self._joined.split([pad.numel() for pad in self._pads.values()])
-                for index, part in zip(self._pads, parts, strict=True):
+            for pads in groups.values():
+                if len(pads) == 1:
+                    continue
+                joined = torch.cat([*pads.values()])
+                for index, part in zip(pads, joined.split([pad.numel() for pad in pads.values()]), strict=True):
                     self._buffers[index] = part.view(self._buffers[index].shape)
+                self._joined.append((joined, pads))
 
     def tensors(self) -> list[Tensor]:
         """Return all buffers."""
-        return [*self._buffers, *self._pads.values(), *self.packed.values()]
+        pads = (pad for _, pads in self._joined for pad in pads.values())
+        return [*self._buffers, *pads, *self.packed.values()]
 
     def fill(self, inputs: Sequence[Input]) -> None:
         """Copy the inputs into the buffers."""
-        if self._pads:
+        filled = set[int]()
+        for joined, pads in self._joined:
             parts = list[Tensor]()
-            for index, pad in self._pads.items():
+            for index, pad in pads.items():
                 value: Any = inputs[index].value
-                parts += [value.to(pad.device).flatten(), pad[value.numel() :]]
-            torch.cat(parts, out=self._joined)
+                parts += [value.to(joined.device).flatten(), pad[value.numel() :]]
+            torch.cat(parts, out=joined)
+            filled.update(pads)
         for index, (given, buffer) in enumerate(zip(inputs, self._buffers, strict=True)):
             value = given.value
-            if index in self._pads:
+            if index in filled:
                 continue
             if isinstance(value, int):
                 if self._last[index] != value:
