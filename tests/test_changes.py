@@ -33,6 +33,7 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target
+from hf_specdec.verification.trials import IN_TRIAL
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
@@ -314,6 +315,7 @@ def test_an_interrupted_attach_is_whole_or_not_at_all(dropout: float) -> None:
         except KeyboardInterrupt:
             pass
         assert [module.training for module in model.modules()] == modes, line
+        assert not IN_TRIAL.get(), line  # otherwise later calls in this thread would be plain
         if type(model) is plain:
             assert set(model.__dict__) == keys, line
         else:

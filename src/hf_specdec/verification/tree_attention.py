@@ -144,11 +144,12 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
         yield
         return
     _register()
-    token = _CONTEXT.set(context)
-    try:
+    outer = _CONTEXT.get()
+    try:  # an interrupt must not leave it set: plain forwards would attend to this one's nodes
+        _CONTEXT.set(context)
         yield
     finally:
-        _CONTEXT.reset(token)
+        _CONTEXT.set(outer)
 
 
 # ----------------------------------------------------------------------------------------------- CPU kernel

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -112,11 +112,15 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
     classes = type(model).__mro__
     ours = [index for index, cls in enumerate(classes) if cls.__module__.startswith("hf_specdec.")]
     generate = next(vars(cls)["generate"] for cls in classes[max(ours, default=-1) + 1 :] if "generate" in vars(cls))
-    hook = model.register_forward_hook(note, with_kwargs=True)
-    trial = IN_TRIAL.set(True)
     options = {"max_length": width + 1, "prefix_allowed_tokens_fn": next_token, **PLAIN_OPTIONS}
+
+    def run() -> Any:
+        IN_TRIAL.set(True)  # in a context of its own: nothing is left of it, wherever the trial is interrupted
+        return generate(model, prompt, attention_mask=mask, **options)
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
     try:
-        text = generate(model, prompt, attention_mask=mask, **options)
+        text = copy_context().run(run)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise refusal(
@@ -125,7 +129,6 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
             "Speculation requires a plain generate() that continues text.",
         ) from error
     finally:
-        IN_TRIAL.reset(trial)
         hook.remove()
     if not logits:
         raise refusal(model, "its generate() runs another model's forward", "Attach that model instead.")
