@@ -868,7 +868,7 @@ def test_of_equal_entries_the_last_is_recycled() -> None:
         assert torch.equal(tensor[:-1], found.raw[:-1]), name
 
 
-@pytest.mark.parametrize(("method", "most"), [("eagle", 25), ("auto", 45)])
+@pytest.mark.parametrize(("method", "most"), [("eagle", 23), ("auto", 42)])
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes(
     method: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

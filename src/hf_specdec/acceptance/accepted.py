@@ -137,14 +137,18 @@ class Transfer:
 
     On devices with events and pinned memory, the copy starts at once, and `finish` waits only for it unless it reads
     more tensors. On other devices `finish` reads the tensors, which waits for all work launched before.
+
+    Args:
+        *tensors: What to copy.
+        joined: The tensors side by side, if they are; None: they are concatenated.
     """
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, joined: Tensor | None = None) -> None:
         self._tensors, device = tensors, tensors[0].device
         self._event: Any = None
         event_type = event_class(device)
         if event_type is not None and can_pin(device.type):
-            packed = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]
+            packed = torch.cat(tensors, dim=1) if joined is None else joined
             self._copied = torch.empty(packed.shape, dtype=packed.dtype, device="cpu").pin_memory()
             self._copied.copy_(packed, non_blocking=True)
             self._event = event_type()

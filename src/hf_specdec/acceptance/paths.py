@@ -33,13 +33,16 @@ def cut_paths(
     return Accepted(path, tokens, next_token), tree.num_drafted, remaining
 
 
-def settle(unread: Accepted, num_drafted: Tensor, remaining: Tensor, transcript: Transcript) -> Accepted:
+def settle(
+    unread: Accepted, num_drafted: Tensor, remaining: Tensor, transcript: Transcript, transfer: Transfer | None = None
+) -> Accepted:
     """Read the result of `cut_paths`, append its tokens to the transcript and update the account of remaining tokens.
 
-    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/accepted.py`.
+    `transfer` is that of path, tokens and `num_drafted` if it has started, with any padding at the end of the first
+    two. If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/accepted.py`.
     """
     transcript.account_on(unread.path.device).remaining = remaining
-    transfer = Transfer(unread.path, unread.tokens, num_drafted[:, None])
+    transfer = transfer or Transfer(unread.path, unread.tokens, num_drafted[:, None])
     extra = None if transcript.launch is None else transcript.launch(unread)
     nodes, chosen, drafted, *launched = transfer.finish(extra or ())
     counts = [sum(node >= 0 for node in row) for row in nodes]

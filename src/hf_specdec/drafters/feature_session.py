@@ -383,11 +383,13 @@ class FeatureSession(LaunchingSession):
             return super().launch(step, budget)
         bucket = self._bucket(width, plan.num_entries)
 
-        def advance(
-            states: Tensor, path: Tensor, tokens: Tensor, roots: Tensor, *committed: Tensor
-        ) -> Sequence[Tensor]:
-            before, accepted = _captured(bucket, *committed), path >= 0
-            last = functions.read(before, _at_path(states, path), tokens.clamp(min=0), accepted)
+        layers = [features_of(step).of([layer]) for layer in self._feature_layers]
+        num_layers = len(layers)
+
+        def advance(path: Tensor, tokens: Tensor, roots: Tensor, *others: Tensor) -> Sequence[Tensor]:
+            before, accepted = _captured(bucket, *others[num_layers:]), path >= 0
+            features = torch.cat([_at_path(states, path) for states in others[:num_layers]], dim=-1)
+            last = functions.read(before, features, tokens.clamp(min=0), accepted)
             assert isinstance(before.slots, BucketSlots)
             before.slots.compact(before.lengths, accepted)
             lengths = before.lengths + accepted.sum(-1)
@@ -401,10 +403,10 @@ class FeatureSession(LaunchingSession):
         *results, grown, last = graphs.steps(
             (rows, num_states, width, *bucket.key, *plan.key),
             advance,
-            Input(features_of(step).of(self._feature_layers), num_states),
             Input(kept.path, width, -1),
             Input(kept.tokens, width),
             Input(kept.next_token),
+            *(Input(states, num_states) for states in layers),
             *self._inputs_of(bucket),
             moves=graphs.memory.moves,
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from hf_specdec.acceptance.accepted import Accepted
+from hf_specdec.acceptance.accepted import Accepted, Transfer
 from hf_specdec.acceptance.paths import settle
 from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
@@ -171,9 +171,10 @@ class CapturedGreedy:
 
         def accept(tokens: Tensor, parents: Tensor, choices: Tensor, remaining: Tensor) -> Sequence[Tensor]:
             kept, num_drafted, remaining = match(TokenTree(tokens, parents), choices, remaining, eos, ends)
-            return [kept.path, kept.tokens, kept.next_token, num_drafted, remaining]
+            report = torch.cat([kept.path, kept.tokens, num_drafted[:, None]], dim=-1)
+            return [report, kept.next_token, remaining]
 
-        path, tokens, next_token, num_drafted, remaining = self._graphed(
+        report, next_token, remaining = self._graphed(
             (rows, width, ends),
             accept,
             Input(tree.tokens, width),
@@ -181,6 +182,7 @@ class CapturedGreedy:
             Input(logits.max(-1).indices, width),
             Input(account.remaining),
         )
-        longest = tree.depth_bound + 1
+        path, tokens, num_drafted = report.split([width, width, 1], dim=1)
+        transfer, longest = Transfer(path, tokens, num_drafted, joined=report), tree.depth_bound + 1
         unread = Accepted(path[:, :longest], tokens[:, :longest], next_token)
-        return settle(unread, num_drafted, remaining, transcript)
+        return settle(unread, num_drafted[:, 0], remaining, transcript, transfer)
