@@ -15,6 +15,8 @@ from torch.utils import backend_registration
 TESTS = Path(__file__).parent
 OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 """Which of the GPU tests run there: every function, with few of its arguments."""
+NEED_A_GPU = {"test_quantised_targets_on_the_device"}
+"""Those that cannot run there: quantisation methods bring kernels of their own."""
 
 
 SHARDS = {
@@ -51,4 +53,4 @@ def test_on_the_simulated_device(name: str, shard: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     if of_gpu:
         passed = set(re.findall(r"PASSED \S+::(test_\w+)", done.stdout))
-        assert passed == set(re.findall(r"^def (test_\w+)", (TESTS / name).read_text(), re.MULTILINE))
+        assert passed == set(re.findall(r"^def (test_\w+)", (TESTS / name).read_text(), re.MULTILINE)) - NEED_A_GPU
