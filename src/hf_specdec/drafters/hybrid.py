@@ -232,7 +232,8 @@ class _HybridSession(DraftSession):
     def __init__(
         self, sources: Sequence[MergedSource], learned: LearnedStats, context: DraftContext, *, traces: bool = False
     ) -> None:
-        self._traces = traces  # whether somebody looks at the probabilities of the drafts
+        # only a trace shows the probabilities of drafts; on a CPU they cost nothing
+        self._has_probabilities = traces or context.roots.device.type == "cpu"
         self._free = [source for source in sources if source.session.has_candidates]
         self._heads = [source for source in sources if not source.session.has_candidates]
         self._roots = context.roots
@@ -356,7 +357,7 @@ class _HybridSession(DraftSession):
             log_probs[row][: len(edges)] = edges
             sources[row] = tuple(names[source] for source in tree.sources[:num_nodes])
         draft = Draft.from_rows(rows, self._roots.device)
-        uploaded = upload(log_probs, torch.float32, self._roots.device) if self._traces else None
+        uploaded = upload(log_probs, torch.float32, self._roots.device) if self._has_probabilities else None
         return replace(draft, log_probs=uploaded, sources=tuple(sources))
 
     # ------------------------------------------------------------------------------------------- learning

@@ -115,7 +115,7 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
     options = {"max_length": width + 1, "prefix_allowed_tokens_fn": next_token, **PLAIN_OPTIONS}
 
     def run() -> Any:
-        IN_TRIAL.set(True)  # in a context of its own: nothing is left of it, wherever the trial is interrupted
+        IN_TRIAL.set(True)  # in a separate context: nothing is left of it, wherever the trial is interrupted
         return generate(model, prompt, attention_mask=mask, **options)
 
     hook = model.register_forward_hook(note, with_kwargs=True)
