@@ -182,7 +182,7 @@ class StepCosts:
         else:
             slope = EXPECTED_NODE_COST["cpu" if device.type == "cpu" else "accelerator"]
             expected = {width: 1 + slope * (rows * width - 1) for width in _widths(widest, rows, runner)}
-        return cls(expected, is_measured=False, is_padded=_is_padded(runner))
+        return cls(expected, is_measured=False, is_padded=bool(runner and runner.widths))
 
     @classmethod
     def measure(
@@ -203,7 +203,7 @@ class StepCosts:
             "A step of %s with batch size %d takes (milliseconds by nodes per row): %s. Measured once, in %.1f s.",
             type(model).__name__, rows, measured, time.perf_counter() - begin,
         )  # fmt: skip
-        return cls(seconds, is_padded=_is_padded(runner))
+        return cls(seconds, is_padded=bool(runner and runner.widths))
 
     @property
     def is_plain_known(self) -> bool:
@@ -314,12 +314,8 @@ def _most(widest: int, rows: int) -> int:
 
 def _widths(widest: int, rows: int, runner: Runner | None) -> list[int]:
     """Return the widths whose costs are known or learned, ascending."""
-    widths, most = MEASURED_WIDTHS if runner is None else runner.widths or MEASURED_WIDTHS, _most(widest, rows)
+    widths, most = (runner and runner.widths) or MEASURED_WIDTHS, _most(widest, rows)
     return [*(width for width in widths if width < most), most]
-
-
-def _is_padded(runner: Runner | None) -> bool:
-    return runner is not None and bool(runner.widths)
 
 
 def _at(seconds: Sequence[float], width: float) -> float:

@@ -382,7 +382,6 @@ class FeatureSession(LaunchingSession):
         ):
             return super().launch(step, budget)
         bucket = self._bucket(width, plan.num_entries)
-
         layers = [features_of(step).of([layer]) for layer in self._feature_layers]
         num_layers = len(layers)
 

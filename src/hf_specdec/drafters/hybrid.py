@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Stopwatch
 from hf_specdec.config import AUTO, COMBINED, HYBRID, SpeculativeConfig
-from hf_specdec.control.policy import LearnedStats, MergePolicy, QueryStats, Width
+from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, QueryStats, Width
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
@@ -304,8 +304,7 @@ class _HybridSession(DraftSession):
         """
         if self._launches and head.session.can_launch:
             return self._launched.get(head.name)
-        num_steps = min(head.limits.num_steps, budget.num_steps)
-        schedule = self._policy.schedule(head.name, num_steps, launches=head.session.can_launch)
+        schedule = self._schedule(head, budget)
         stats = self._policy.choose_query(schedule, without, len(self._active))
         if stats is None:
             return None
@@ -320,14 +319,16 @@ class _HybridSession(DraftSession):
             schedule.time_levels(max(row.depth for row in candidates), answer.seconds)
         return answer
 
+    def _schedule(self, head: MergedSource, budget: Budget) -> HeadSchedule:
+        num_steps = min(head.limits.num_steps, budget.num_steps)
+        return self._policy.schedule(head.name, num_steps, launches=head.session.can_launch)
+
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         tensors = list[Tensor]()
         for head in self._heads:
             if not head.session.can_launch:
                 continue
-            num_steps = min(head.limits.num_steps, budget.num_steps)
-            schedule = self._policy.schedule(head.name, num_steps, launches=True)
-            stats = self._policy.choose_query(schedule, self._policy.without, len(self._active))
+            stats = self._policy.choose_query(self._schedule(head, budget), self._policy.without, len(self._active))
             if stats is None:
                 continue
             limits = head.limits_within(budget, stats)

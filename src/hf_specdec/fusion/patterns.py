@@ -64,7 +64,7 @@ def replace_call(old: Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
 
 
 def views_as_reshapes(graph: fx.Graph) -> None:
-    """Allow views of results that are no longer contiguous."""
+    """Replace views by reshapes, which also accept results that are not contiguous."""
     for node in graph.nodes:
         if node.target is aten.view.default:
             node.target = aten.reshape.default

@@ -27,12 +27,7 @@ from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
-from hf_specdec.verification.runners import (
-    CompiledForward,
-    ModelForward,
-    Runner,
-    WeightsVersion,
-)
+from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
 from hf_specdec.verification.trials import allowed_distance, first_inputs, is_random
 
 logger = logging.getLogger(__name__)
@@ -184,7 +179,7 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     if reason := unsupported_reason(model, facts, mode):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    if mode == "cuda_graph" and device.type in FUSING_DEVICES and is_compileable(model):
+    if mode == "cuda_graph" and device.type in FUSING_DEVICES and _is_compileable(model):
         try:
             return _captured(model, facts, CompiledForward(model, order, mode))
         except CaptureError as error:
@@ -212,7 +207,7 @@ def _captured(model: PreTrainedModel, facts: TargetFacts, inner: Runner) -> Runn
     return captured
 
 
-def is_compileable(model: PreTrainedModel) -> bool:
+def _is_compileable(model: PreTrainedModel) -> bool:
     """Whether transformers marks the model's quantisation, if it has one, as one that can be compiled."""
     quantizer = getattr(model, "hf_quantizer", None)
     return quantizer is None or bool(quantizer.is_compileable)
@@ -239,7 +234,7 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts, mode: Executi
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {device}:
         return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
-    if mode != "cuda_graph" and not is_compileable(model):
+    if mode != "cuda_graph" and not _is_compileable(model):
         return "its quantisation cannot be compiled, according to transformers"
     for name, module in model.named_modules():  # any call of a compiled module may compile again, and read the device
         forward = getattr(module.forward, "__func__", module.forward)

@@ -38,7 +38,7 @@ WAVES = 2
 MERGED_ROWS = 4
 """Rows per thread block of the kernel that merges the parts."""
 TILES = ((256, 64, 64), (512, 32, 32))
-"""Rows and keys of a tile for keys of at most so many bytes; they fit twice in 100 KiB of shared memory."""
+"""Maximum bytes of a key, and the rows and keys of a tile; two tiles fit in 100 KiB of shared memory."""
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 """Compiler options of Triton."""
 PROBE_SLOTS = 600

@@ -421,7 +421,7 @@ class Bucket:
     Args:
         cache: A cache whose memory exists, for `room` more entries; only its memory is kept.
         room: Maximum number of entries that one graph appends.
-        has_masks: Whether masks hide slots; otherwise there are no buckets, but the whole memory, see `VisibleKeys`.
+        has_masks: Whether masks hide slots. Without them a graph attends to the whole memory, see `VisibleKeys`.
     """
 
     def __init__(self, cache: TreeCache, room: int, *, has_masks: bool) -> None:

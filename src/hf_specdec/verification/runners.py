@@ -191,13 +191,17 @@ _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("runnin
 """Masks and cache of the compiled forward that runs in this thread."""
 
 
+def _running() -> tuple[AttentionContext, Cache]:
+    running = _RUNNING.get()
+    assert running is not None
+    return running
+
+
 def _append_and_attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
     """Append `[B, Hkv, N, *]` to a layer of the running forward's cache and attend `[B, H, N, D]`: `[B, N, H, Dv]`."""
-    running = _RUNNING.get()
-    assert running is not None
-    forward, cache = running
+    forward, cache = _running()
     output = append_and_attend(cache, layer, query, key, value, forward.mask(kind), scaling)
     if output is not None:
         return output
@@ -209,9 +213,7 @@ def _append_and_attend_joined(
     joined: Tensor, cos: Tensor, sin: Tensor, shared: int, size: int, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
     """Like `_append_and_attend`, for the queries, keys and values of `operations.attend_joined`; heads have `size`."""
-    running = _RUNNING.get()
-    assert running is not None
-    forward, cache = running
+    forward, cache = _running()
     if isinstance(cache, TreeCache) and operations.can_attend(joined, cos, sin):
         entry = cache.layers[layer]
         if entry.is_initialized and kernel_can_use(entry, joined.dtype):
@@ -228,9 +230,7 @@ def _rotate_append_and_attend(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
     """Like `_append_and_attend`, for queries and keys before rotary embedding."""
-    running = _RUNNING.get()
-    assert running is not None
-    forward, cache = running
+    forward, cache = _running()
     if isinstance(cache, TreeCache):
         query, key = (torch.ops.hf_specdec_fused.rotary(part, cos, sin) for part in (query, key))
         return _append_and_attend(query, key, value, layer, kind, scaling)
