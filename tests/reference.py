@@ -77,10 +77,10 @@ class OracleDrafter(Drafter):
         return Budget(size, size, size)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        return _OracleSession(self, context)
+        return OracleSession(self, context)
 
 
-class _OracleSession(DraftSession):
+class OracleSession(DraftSession):
     def __init__(self, oracle: OracleDrafter, context: DraftContext) -> None:
         self.oracle, self.device = oracle, context.roots.device
         self.random = random.Random(oracle.seed)
