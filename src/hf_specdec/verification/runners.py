@@ -42,11 +42,14 @@ class Runner(ABC):
         layers: Layers whose hidden states it returns, see `Features`.
         copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
         widths: Numbers of nodes that a tree is padded to, ascending; empty if trees are not padded.
+        inexact: Why a node's result may depend on the other nodes and rows of a forward, as a clause; empty if it
+            does not (with graphs: in forwards of one width). Known once a forward has run.
     """
 
     layers: frozenset[int]
     copies_weights = False
     widths: tuple[int, ...] = ()
+    inexact: str = ""
 
     @abstractmethod
     def __call__(
@@ -173,6 +176,7 @@ class CompiledForward(Runner):
         if mode == "cuda_graph" and not self._programs[name].num_fused:
             raise CaptureError("none of its small operations can be fused")
         self.copies_weights = self._programs[name].copies_weights
+        self.inexact = next((program.inexact for program in self._programs.values() if program.inexact), "")
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
@@ -184,6 +188,8 @@ class CompiledForward(Runner):
             logits, *states = self._programs[experts_name(self._config)](tokens, positions, start)
         finally:
             _RUNNING.reset(token)
+        if forward.has_attended:
+            self.inexact = self.inexact or "torch computes its attention"
         return logits, dict(zip(self._order, states, strict=True))
 
 

@@ -160,7 +160,9 @@ class TreeTarget(Target):
         highest = (self._whole or self)._highest  # None if no bound is ahead
         ceiling = None if highest is None else highest + tree.depth_bound
         layout, dtype = self._mask_layout, self.model.dtype
-        inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
+        inputs = TreeInputs(
+            tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling, self.width
+        )
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
             if self._tap is not None:
