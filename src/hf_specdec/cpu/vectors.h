@@ -5,10 +5,9 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,6 +30,25 @@
 #else
 #error "no kernels for this instruction set"
 #endif
+#if defined(_WIN32)  // whose `long` has 32 bits
+#define long int64_t
+#endif
+
+// OpenMP, declared here because Apple's clang has no omp.h; without it, one thread does everything.
+extern "C" {
+#if defined(_OPENMP)
+int omp_get_thread_num(), omp_get_num_threads();
+double omp_get_wtime();
+long has_threads() { return 1; }
+#else
+static inline int omp_get_thread_num() { return 0; }
+static inline int omp_get_num_threads() { return 1; }
+static inline double omp_get_wtime() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+long has_threads() { return 0; }
+#endif
+}
 
 // Runs the parts of a parallel region, which an exception must not leave; `check`, called after the region, throws if
 // memory did not suffice in any of them.
