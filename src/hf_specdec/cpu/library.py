@@ -77,6 +77,8 @@ OPENMP_FUNCTIONS = (
     "omp_get_thread_num", "omp_get_wtime",
 )  # fmt: skip
 """What clang's code may call of the runtime; on Windows they must be named."""
+NOTHING = 'extern "C" void nothing() {}'
+"""The code of a DLL of which only the import library is needed."""
 COMPILE_TIMEOUT = 300
 """Seconds after which a compiler is stopped."""
 LOCK_TIMEOUT = 20
@@ -275,7 +277,7 @@ def compile_commands(
 
 def _compile(commands: list[list[str]], instructions: InstructionSet, made: Path) -> None:
     """Run commands that end with the library, and seal it with a hash of its content."""
-    made.with_name("nothing.cpp").write_text('extern "C" void nothing() {}\n')
+    made.with_name("nothing.cpp").write_text(NOTHING)
     for command in commands:
         compiler = command[0]
         try:
@@ -484,13 +486,13 @@ def _choice(library: ctypes.CDLL, name: str, choice: int) -> int:
 def _kept_choices(path: Path) -> dict[str, int] | None:
     """Return the choices that a file holds; None if they must be measured."""
     try:
-        found = json.loads(_private_content(path)[:1000])
+        found = json.loads(_private_content(path))
         if set(found) == set(CHOICES) and all(found[name] in (0, 1) for name in CHOICES):
             return {name: int(found[name]) for name in CHOICES}
         raise ValueError(f"{path} holds other choices")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         logger.debug("Choices of the CPU kernels are measured anew: %s.", error)
     return None
 
