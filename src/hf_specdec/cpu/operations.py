@@ -29,7 +29,7 @@ PROBE_COLUMNS = 64
 PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Maximum relative error of the kernel's products."""
 
-_Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
     "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],

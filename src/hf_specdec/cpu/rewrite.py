@@ -232,7 +232,7 @@ def _join_products(graph: fx.Graph) -> None:
 
 # ----------------------------------------------------------------------------------------------- chains
 
-_Long, _Weights = ctypes.c_long, ctypes.c_long * MAX_WEIGHTS
+_Long, _Weights = ctypes.c_int64, ctypes.c_int64 * MAX_WEIGHTS
 
 
 class _StepFields(ctypes.Structure):
