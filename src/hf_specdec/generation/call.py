@@ -165,7 +165,7 @@ class Call:
         reserve = ANSWER_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in self.layer_outputs.items() if asked}
         self.target = self.facts.new_target(self.model, limit or needed_slots, reserve, wanted, self.runner)
-        self.target.width = self.width
+        self.target.width, self.target.is_exact = self.width, self.config.exact
         if self.config.exact and self.runner is not None and not self.runner.can_run(self.width, self.target.cache):
             raise UnsupportedGenerationError(
                 "exact=True needs the memory of the model's graphs, which another call uses or `max_cache_length` "
