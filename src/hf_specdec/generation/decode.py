@@ -93,7 +93,7 @@ class _Loop:
         call, target, needs = self._call, self._call.target, self._call.drafter.needs
         stack.callback(target.close)
         stack.enter_context(target.tapped(needs.feature_layers))
-        wants_logits = needs.prompt_logits and not call.config.exact  # torch's products of more rows round otherwise
+        wants_logits = needs.prompt_logits and not call.width  # torch's products of more rows round otherwise
         with self.time("prefill"):
             prefill = target.prefill(
                 call.input_ids, config, call.model_kwargs, prompt_logits=wants_logits,
