@@ -240,8 +240,15 @@ def test_attention_by_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------- what is kept
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in ("llama", "gemma3_text", "qwen2")
-                                        for dtype in (torch.float32, torch.bfloat16)], ids=str)  # fmt: skip
+MODELS = [(name, dtype) for name in ("llama", "gemma3_text", "qwen2") for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, id=str(one), marks=[pytest.mark.exhaustive] if one != MODELS[0] else []) for one in MODELS
+    ],
+)
 def model(request: pytest.FixtureRequest) -> Any:
     """Groups of query heads; sliding windows and other norms; biases."""
     return attached(*request.param)
