@@ -35,9 +35,9 @@ from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
+from hf_specdec.cpu.rewrite import call_functions, join_steps, record_product, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
-from hf_specdec.fusion.patterns import lift_weights
+from hf_specdec.fusion.patterns import RecordProducts, lift_weights
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.stages import stages_of
@@ -701,7 +701,7 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
     (wanted, step), parts, positions = CASES[case], Parts(number), torch.arange(35, device="cpu").view(5, 7) % 10
     inputs = random(2, 5, 8, dtype=number), positions[:2, :5]
     with torch.no_grad():
-        with RecordProducts():
+        with RecordProducts(record_product):
             trace = make_fx(lambda *given: step(parts, *given), tracing_mode="symbolic", _allow_non_fake_inputs=True)
             graph = trace(*inputs)
         weights, count, found = lift_weights(graph), use_kernels(graph), []
@@ -749,7 +749,7 @@ def test_steps_between_attentions_are_one_call_with_the_same_result(
     layer, calls = Layer(number), list[int]()
     inputs = random(2, 5, 20, dtype=number), random(2, 5, 24, dtype=number)
     with torch.no_grad():
-        with RecordProducts():
+        with RecordProducts(record_product):
             graph = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         weights = lift_weights(graph)
         assert use_kernels(graph) == 4
@@ -776,7 +776,7 @@ def test_other_steps_are_not_joined() -> None:
         "one after the other": (lambda x: layer(layer(layer(x))), 1),
     }
     for name, (step, count) in steps.items():
-        with torch.no_grad(), RecordProducts():
+        with torch.no_grad(), RecordProducts(record_product):
             graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(random(2, 3, 8))
         weights = lift_weights(graph)
         use_kernels(graph)

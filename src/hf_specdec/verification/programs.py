@@ -7,7 +7,9 @@ because its own products are slow otherwise. Programs to be captured on a GPU ha
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,16 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
+from hf_specdec.cpu.rewrite import call_functions, join_steps, record_product, use_kernels
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.fusion.fused import can_fuse, fuse_operations
-from hf_specdec.fusion.patterns import lift_weights
-from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
+from hf_specdec.fusion.fused import (
+    PRODUCT_ROWS,
+    PRODUCT_TILES,
+    can_fuse,
+    fuse_operations,
+    fused,
+    record_linear,
+)
+from hf_specdec.fusion.patterns import RecordProducts, lift_weights
+from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS, GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.tree_attention import calls_kernel_directly, is_correct, trial_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +45,13 @@ PACKING_OPTIONS: dict[str, Any] = {
     "cpp.enable_concat_linear": True,  # linear layers with the same input become one product
 }
 """Inductor options on a CPU without kernels; they double the memory of the weights."""
+LEAST_GAIN = 0.03
+"""Joined products must take less time than torch's own by this share."""
+TIMED_LAYERS = 8
+"""Layers whose products are timed, one after the other."""
+EXACT_ROWS = 2048
+"""Rows of a weight that are converted to float64 at a time, to check products."""
+Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +113,13 @@ def make_program(
 
     Dimensions of the example inputs that may vary independently need distinct sizes greater than 1.
     """
-    on_cpu = inputs[0].device.type == "cpu"
-    if mode == "cuda_graph" and not can_fuse(inputs[0].device):
+    device = inputs[0].device
+    on_cpu = device.type == "cpu"
+    if mode == "cuda_graph" and not can_fuse(device):
         raise CaptureError("its small operations cannot be fused, because Triton is not installed")
     if mode == "kernels":
         if not on_cpu:
-            raise CaptureError(f"the CPU kernels cannot run on {inputs[0].device}")
+            raise CaptureError(f"the CPU kernels cannot run on {device}")
         try:
             load_library()
         except NoKernelsError as error:
@@ -108,17 +127,19 @@ def make_program(
     try:
         with persistent_tensors():
             if mode == "cuda_graph":
-                graph = _traced(step, inputs, record=False)
+                graph = _traced(step, inputs, record=record_linear)
                 weights = lift_weights(graph)
                 fused = fuse_operations(graph, attention and (attention.separate, attention.rotated))
                 logger.debug("Fused operations of a program: %s.", dict(fused))
+                if calls_kernel_directly(device):
+                    choose_tiles(graph, weights, GRAPH_BACKENDS[device.type](device).median_times)
                 return Program(graph.forward, tuple(weights), num_fused=fused.total())
-            if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
-                graph = _traced(step, inputs, record=False)
+            if not on_cpu or not has_kernels(device, torch.float32):
+                graph = _traced(step, inputs)
                 options = PACKING_OPTIONS if on_cpu else ACCELERATOR_OPTIONS
                 compiled: Any = torch._inductor.compile(graph, _sizes(graph), options=options)
                 return Program(compiled, copies_weights=on_cpu)
-            graph = _traced(step, inputs, record=True)
+            graph = _traced(step, inputs, record=record_product)
             weights = lift_weights(graph)
             if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
@@ -145,8 +166,86 @@ def make_program(
     return Program(run, tuple(weights))
 
 
-def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:
-    with RecordProducts() if record else nullcontext():
+_CHOSEN: dict[Any, list[int]] = {}  # tables of joined products by kind: all programs of a process have the same
+
+
+def choose_tiles(graph: fx.GraphModule, weights: Sequence[Tensor], times: Timer) -> None:
+    """Choose tiles for joined products, or torch's own products, for each number of rows, in place.
+
+    Args:
+        graph: A graph from `fuse_operations`.
+        weights: Its last inputs.
+        times: Returns how long each of some functions takes.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values: dict[Any, Any] = dict(zip(placeholders[len(placeholders) - len(weights) :], weights, strict=True))
+    values[None] = None  # no bias
+    calls: dict[Any, list[Any]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node.target in (fused.joined_products.default, fused.gated_products.default):
+            _, matrices, biases, *options, _ = node.args
+            if values.keys() >= {*matrices, *biases} and biases.count(None) in (0, len(biases)):
+                given = [[values[one] for one in part] for part in (matrices, biases)]
+                shapes, first = tuple(weight.shape for weight in given[0]), given[0][0]
+                kind = node.target, *options, shapes, biases[0] is None, first.dtype, first.device
+                calls[kind].append((node, given))
+    for kind, members in calls.items():
+        if kind not in _CHOSEN:
+            layers = [given for _, given in members[:TIMED_LAYERS]]
+            try:
+                _CHOSEN[kind] = [_fastest_tile(members[0][0], layers, rows, times) for rows in PRODUCT_ROWS]
+            except Exception as error:  # drivers and compilers raise various types; memory may not suffice
+                reason = f"{type(error).__name__}: {error}"
+                logger.info("Products with the same input are not joined, because timing them failed: %s.", reason)
+                continue
+        for node, _ in members:
+            node.args = (*node.args[:-1], _CHOSEN[kind])
+    graph.recompile()
+
+
+def _fastest_tile(node: fx.Node, layers: Sequence[Any], rows: int, times: Timer) -> int:
+    """Return the index in `PRODUCT_TILES` of the fastest tiles that are right; -1 for torch's own products.
+
+    `node` is a call of joined products, `layers` are weights and biases of such calls.
+    """
+    target: Any = node.target
+    (weights, _), dtype = layers[0], layers[0][0][0].dtype
+    x = trial_numbers(rows, rows, weights[0].shape[1], dtype=dtype).to(weights[0].device)
+
+    def products(tile: int, x: Tensor, given: Any) -> list[Tensor]:
+        made: list[Tensor] = tree_leaves(target(x, *given, *node.args[3:-1], [tile] * len(PRODUCT_ROWS)))
+        return made
+
+    parts = list[list[Tensor]]()
+    for begin in range(0, max(map(len, weights)), EXACT_ROWS):
+        rows_of = slice(begin, begin + EXACT_ROWS)
+        some = [[one if one is None else one[rows_of].double() for one in part] for part in layers[0]]
+        parts.append(products(-1, x.double(), some))
+    exact = [torch.cat(part, -1) for part in zip(*parts, strict=True)]
+
+    def error(tile: int) -> float:
+        pairs = zip(products(tile, x, layers[0]), exact, strict=True)
+        errors = [(found - right).abs().max() / right.abs().max() for found, right in pairs]
+        return float(torch.stack(errors).nan_to_num(torch.inf).max())
+
+    def run(tile: int) -> None:
+        for given in layers:
+            products(tile, x, given)
+
+    kind = f"{rows} rows, {' + '.join(str(len(one)) for one in weights)} x {x.shape[1]} weights, {dtype}, {target}"
+    names = {-1: "torch"} | {tile: f"tiles {sizes}" for tile, sizes in enumerate(PRODUCT_TILES)}
+    trials = {tile: functools.partial(error, tile) for tile in names}
+    usable = [tile for tile in names if is_correct(names[tile], trials[tile], dtype, kind, logging.DEBUG)]
+    found = dict(zip(usable, times([functools.partial(run, tile) for tile in usable]), strict=True))
+    best = min(found, key=lambda tile: found[tile] * (1 - LEAST_GAIN * (tile < 0)), default=-1)
+    logger.debug("%s: %s; milliseconds: %s.", kind, names[best], {names[tile]: time for tile, time in found.items()})
+    return best
+
+
+def _traced(
+    step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: Callable[..., Tensor | None] | None = None
+) -> fx.GraphModule:
+    with nullcontext() if record is None else RecordProducts(record):
         graph: fx.GraphModule = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for node in graph.graph.nodes:
         node.type = None  # inductor's cache cannot store annotations that are strings
