@@ -128,9 +128,9 @@ def test_joined_products(dtype: torch.dtype, sizes: tuple[int, ...], k: int, row
     weights = [numbers(size, k, dtype=dtype) / k**0.5 for size in sizes]
     biases = [numbers(size, dtype=dtype) if biased else None for size in sizes]
     wide = [[None if one is None else one.float() for one in part] for part in (weights, biases)]
-    expected = [one.to(dtype) for one in fused._joined_products(x.float(), *wide, ())]
+    expected = [one.to(dtype) for one in fused._products(x.float(), *wide, "", ())]
     for tile in PRODUCT_TILES[rows % 2 :: 2]:
-        found = triton_kernels.launch_products(x, weights, biases, None, tile)
+        found = triton_kernels.launch_products(x, weights, biases, "", tile)
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
         for activation in ("silu", "gelu") if sizes[0] == sizes[1] else ():
@@ -178,8 +178,8 @@ def test_a_forward_of_triton_kernels_is_the_models_own(
         for part, names in ((layer.self_attn, "qkv"), (layer.mlp, ("gate", "up")))
     ]
     assert joined == of_layers  # no copies
-    counts = found[0] | Counter(rotate_and_append=found[0]["rotated_attention"], products=len(joined))
-    assert launched + Counter(rotated_attention=2, joined_products=2, gated_products=2) == counts
+    counts = found[0] | Counter(rotate_and_append=found[0]["rotated_attention"])
+    assert launched + Counter(rotated_attention=2) == counts
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     for one, other in zip(*results, strict=True):
         assert float((one - other).norm() / one.norm()) < tolerance

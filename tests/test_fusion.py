@@ -32,12 +32,10 @@ from models import prompts
 TESTS = Path(__file__).parent
 
 
-def of(
-    norms: int, added: int, joined: int = 1, gates: int = 1, gated: int = 0, rotated: int = 1, rotary: int = 0
-) -> Counter[str]:
+def of(norms: int, added: int, products: int = 2, gated: int = 0, rotated: int = 1, rotary: int = 0) -> Counter[str]:
     """What is put in for each layer."""
-    counts = {"rms_norm": norms, "add_rms_norm": added, "joined_products": joined, "gated_products": gates}
-    return Counter(counts | {"gated": gated, "rotated_attention": rotated, "rotary": rotary})
+    counts = {"rms_norm": norms, "add_rms_norm": added, "products": products, "gated": gated}
+    return Counter(counts | {"rotated_attention": rotated, "rotary": rotary})
 
 
 FIRST, LAST = Counter({"rms_norm": 1}), Counter({"add_rms_norm": 1})
@@ -49,11 +47,11 @@ PATTERNS: list[tuple[str, torch.dtype, Counter[str], Counter[str]]] = [
     ("qwen3", torch.float16, of(2, 2), FIRST),
     ("gemma3_text", HALF, of(4, 2), FIRST),
     ("gemma3_text", FULL, of(4, 2), FIRST),
-    ("qwen3_moe", HALF, of(2, 2, gates=0, gated=1), FIRST),
-    ("phi3", HALF, of(0, 2, joined=0, gates=0, gated=1, rotated=0, rotary=2), FIRST),
-    ("glm", HALF, of(0, 2, gates=0, gated=1, rotated=0), FIRST),
+    ("qwen3_moe", HALF, of(2, 2, products=1, gated=1), FIRST),
+    ("phi3", HALF, of(0, 2, products=0, gated=1, rotated=0, rotary=2), FIRST),
+    ("glm", HALF, of(0, 2, products=1, gated=1, rotated=0), FIRST),
     ("olmo2", HALF, of(4, 0, rotated=0), LAST),
-    ("phi", HALF, of(0, 0, gates=0, rotated=0, rotary=2), Counter()),
+    ("phi", HALF, of(0, 0, products=1, rotated=0, rotary=2), Counter()),
     ("cohere", HALF, of(0, 0, rotated=0), Counter()),
 ]
 """Operations put in for each layer and besides: the first norm, or the last one, is not in a layer.
@@ -92,19 +90,18 @@ def test_norms_of_a_model_with_attention_of_its_own() -> None:
 
     graph = programs._traced(step, [ids], record=fused.record_linear)
     weights = patterns.lift_weights(graph)
-    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4, "joined_products": 2})
+    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4, "products": 2})
     for given in (ids, torch.arange(15).view(3, 5)):
         assert torch.equal(graph.forward(given, *weights)[0], model(input_ids=given, use_cache=False).logits)
 
 
-PRODUCTS = {"joined_products": 1, "gated_products": 1}
 HEADS: dict[str, list[dict[str, int]]] = {
-    "eagle": [{"add_rms_norm": 1, "rotary": 2} | PRODUCTS, {}],
-    "eagle3": [{"rms_norm": 2, "add_rms_norm": 1, "rotary": 2} | PRODUCTS, {"rms_norm": 1}, {"rms_norm": 1}],
-    "mtp": [{"rms_norm": 3, "add_rms_norm": 2, "rotary": 2} | PRODUCTS, {}],
+    "eagle": [{"add_rms_norm": 1, "rotary": 2, "products": 2}, {}],
+    "eagle3": [{"rms_norm": 2, "add_rms_norm": 1, "rotary": 2, "products": 2}, {"rms_norm": 1}, {"rms_norm": 1}],
+    "mtp": [{"rms_norm": 3, "add_rms_norm": 2, "rotary": 2, "products": 2}, {}],
     "dflash": [
-        {"rms_norm": 5, "add_rms_norm": 4, "rotary": 4, "joined_products": 2, "gated_products": 2}, {},
-        {"rms_norm": 3, "rotary": 2, "joined_products": 1}],
+        {"rms_norm": 5, "add_rms_norm": 4, "rotary": 4, "products": 4}, {},
+        {"rms_norm": 3, "rotary": 2, "products": 1}],
 }  # fmt: skip
 """What is put in for the layers of a head, for its scores, and for what it makes of features, if anything."""
 
@@ -194,11 +191,11 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
             found += [q(x), k(x), v(x), functional.silu(gate(x)) * up(x)]
         return found
 
-    def launch(_name: str, x: Tensor, weights: Any, biases: Any, activation: str | None, tile: Any) -> list[Tensor]:
+    def launch(_name: str, x: Tensor, weights: Any, biases: Any, activation: str, tile: Any) -> list[Tensor]:
         launched.append(PRODUCT_TILES.index(tile))
         if launched[-1] == TOO_LARGE:
             raise RuntimeError("out of resource: shared memory")
-        made = fused._joined_products(x, weights, biases, ())
+        made = fused._products(x, weights, biases, "", ())
         made[-1][..., -1] += float(launched[-1] == WRONG)
         return [fused._gate(made[0], made[1], activation)] if activation else made
 
@@ -218,9 +215,11 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
             layer.to(dtype)
         graph = programs._traced(step, [torch.randn(2, 7, 16, dtype=dtype)], record=fused.record_linear)
         weights = patterns.lift_weights(graph)
-        assert fused.fuse_operations(graph) == {"joined_products": 2, "gated_products": 2}
+        assert fused.fuse_operations(graph) == {"products": 4}
         programs.choose_tiles(graph, weights, timer)
-        tables = [node.args[-1] for node in graph.graph.nodes if "products" in str(node.target)]
+        tables = [
+            node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.hf_specdec_fused.products.default
+        ]
         return graph, weights, tables
 
     monkeypatch.setattr(fused, "_launch", launch)
@@ -233,7 +232,7 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
     assert {weight.data_ptr() for weight in weights} == {
         one.data_ptr() for part in layers for one in part.parameters()
     }
-    assert "8 rows, 20 + 5 + 5 x 16 weights" in caplog.text
+    assert "8 rows x 20 + 5 + 5 of 16" in caplog.text
     for rows, widest in ((0, 1), (1, 1), (2, 8), (8, 8), (9, 16), (30, 32), (64, 64), (65, None)):
         launched.clear()
         x = torch.randn(1, rows, 16)

@@ -96,32 +96,19 @@ def _rotate_and_append(
     return _rotate(query, cos, sin)
 
 
-def _joined_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tiles: Sequence[int]
-) -> list[Tensor]:
-    """Return `x W^T + b` for each weight `[N, K]` and x `[..., K]`.
-
-    `tiles` has an index of `PRODUCT_TILES` for each of `PRODUCT_ROWS`, the most rows it is for; -1: torch's products.
-    """
-    if (tile := _tile_for(x, tiles)) is not None:
-        made: list[Tensor] = _launch("products", x, weights, biases, None, tile)
-        return made
-    return [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def _gated_products(
+def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, tiles: Sequence[int]
-) -> Tensor:
-    """Return `_gate` of two products; see `_joined_products`."""
-    if (tile := _tile_for(x, tiles)) is not None:
-        made: list[Tensor] = _launch("products", x, weights, biases, activation, tile)
-        return made[0]
-    return fused.gated(*_joined_products(x, weights, biases, ()), activation)
+) -> list[Tensor]:
+    """Return `x W^T + b` for each weight `[N, K]` and x `[..., K]`; with an activation, `_gate` of the two.
 
-
-def _tile_for(x: Tensor, tiles: Sequence[int]) -> tuple[int, ...] | None:
+    `tiles` has an index of `PRODUCT_TILES` for each of `PRODUCT_ROWS`, or -1: torch's own products.
+    """
     place = bisect_left(PRODUCT_ROWS, x.numel() // x.shape[-1])
-    return PRODUCT_TILES[tiles[place]] if place < len(tiles) and tiles[place] >= 0 else None
+    if place < len(tiles) and tiles[place] >= 0:
+        launched: list[Tensor] = _launch("products", x, weights, biases, activation, PRODUCT_TILES[tiles[place]])
+        return launched
+    made = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return [fused.gated(*made, activation)] if activation else made
 
 
 def _made_like(x: Tensor, *_: Any) -> Tensor:
@@ -141,19 +128,17 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "Tensor slots) -> Tensor", _rotate_and_append, _made_like),
 }  # fmt: skip
 """Schema, reference and shape of each operation; the Triton kernel is called by `launch_<name>`."""
-_GIVEN = "(Tensor x, Tensor[] weights, Tensor?[] biases"
 _PRODUCTS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "joined_products": (
-        f"{_GIVEN}, int[] tiles) -> Tensor[]", _joined_products,
-        lambda x, weights, *_: [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]),
-    "gated_products": (
-        f"{_GIVEN}, str activation, int[] tiles) -> Tensor", _gated_products,
-        lambda x, weights, *_: x.new_empty(*x.shape[:-1], len(weights[0]))),
+    "products": (
+        "(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, int[] tiles) -> Tensor[]", _products,
+        lambda x, weights, _, activation, __: [
+            x.new_empty(*x.shape[:-1], len(weight)) for weight in (weights[:1] if activation else weights)]),
     "linear": (
-        f"{_GIVEN}, str activation) -> Tensor", lambda x, weights, biases, _: functional.linear(x, *weights, *biases),
+        "(Tensor x, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor",
+        lambda x, weights, biases, _: functional.linear(x, weights[0], biases[0]),
         lambda x, weights, *_: x.new_empty(*x.shape[:-1], len(weights[0]))),
 }  # fmt: skip
-"""Schema, function for all devices, and shape of joined products, and of `linear`, which only traces have."""
+"""Schema, function on all devices, and shape of joined products, and of `linear`, which only traces have."""
 
 
 @functools.cache
@@ -201,9 +186,8 @@ def fuse_operations(graph: fx.GraphModule, attention: tuple[Any, Any] | None = N
         if rotary := find_rotary(node, FUSED_DTYPES):
             replace_call(node, fused.rotary.default, rotary)
         if found := find_gated_products(node, fused.linear.default):
-            name, gate, other = found
-            weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
-            replace_call(node, fused.gated_products.default, (gate.args[0], weights, biases, name, []))
+            name, *products = found
+            _join(products, [node], name)
             continue
         for name, active, other in find_gates(node):
             if traced_dtype(active) in FUSED_DTYPES and _are_alike(active, other):
@@ -212,9 +196,8 @@ def fuse_operations(graph: fx.GraphModule, attention: tuple[Any, Any] | None = N
     graph.graph.eliminate_dead_code()
     for together in find_products_of_one(graph.graph, fused.linear.default):
         for products in (together[begin : begin + MOST_JOINED] for begin in range(0, len(together), MOST_JOINED)):
-            weights, biases = ([node.args[index][0] for node in products] for index in (1, 2))
             if len(products) > 1:
-                _replace_by_parts(products, fused.joined_products.default, (products[0].args[0], weights, biases, []))
+                _join(products, products, "")
     graph.graph.eliminate_dead_code()
     for node in graph.graph.nodes:
         if is_call(node, fused.linear.default):  # torch's own
@@ -254,6 +237,11 @@ def _fuse_norm(norm: Norm) -> None:
         replace_call(norm.result, fused.rms_norm.default, (norm.x, weight, *options))
         return
     _replace_by_parts((total, norm.result), fused.add_rms_norm.default, (*total.args, weight, *options))
+
+
+def _join(products: Sequence[Node], results: Sequence[Node], activation: str) -> None:
+    weights, biases = ([node.args[index][0] for node in products] for index in (1, 2))
+    _replace_by_parts(results, fused.products.default, (products[0].args[0], weights, biases, activation, []))
 
 
 def _replace_by_parts(nodes: Sequence[Node], target: Any, arguments: tuple[Any, ...]) -> None:

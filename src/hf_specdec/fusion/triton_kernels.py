@@ -246,20 +246,19 @@ def launch_gated(gate: Tensor, other: Tensor, activation: str) -> Tensor:
 
 
 def launch_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None,
-    tile: tuple[int, ...],
-) -> list[Tensor]:  # fmt: skip
-    """See `_joined_products` in `fusion/fused.py`; with an activation `_gated_products`. Biases: all or none."""
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, tile: tuple[int, ...]
+) -> list[Tensor]:
+    """See `_products` in `fusion/fused.py`; there is a bias for each weight or for none."""
     (block, length, warps, stages), k = tile, x.shape[-1]
     given, sizes, biased = _unit(x).reshape(-1, k), [len(weight) for weight in weights], biases[0] is not None
-    results = [x.new_empty(*x.shape[:-1], size) for size in (sizes if activation is None else sizes[:1])]
+    results = [x.new_empty(*x.shape[:-1], size) for size in (sizes[:1] if activation else sizes)]
     pointers = [weights[index % len(weights)] for index in range(3)]
     added = [biases[index % len(biases)] for index in range(3)] if biased else pointers
     if x.numel():
         with torch.cuda.device_of(x):
             _product_kernel[(sum(triton.cdiv(one.shape[-1], block) for one in results),)](
                 given, *pointers, *added, *(results[index % len(results)] for index in range(3)), len(given),
-                given.stride(0), *[*sizes, 0][:3], k, BIASED=biased, GATED=activation is not None,
+                given.stride(0), *[*sizes, 0][:3], k, BIASED=biased, GATED=bool(activation),
                 SILU=activation == "silu", BLOCK_M=max(triton.next_power_of_2(len(given)), 16), BLOCK_N=block,
                 BLOCK_K=length // x.itemsize, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
             )  # fmt: skip

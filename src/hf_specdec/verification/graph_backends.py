@@ -84,21 +84,19 @@ class GraphBackend(ABC):
                     gc.enable()
 
     def median_times(self, runs: Sequence[Callable[[], object]], rounds: int = 9) -> list[float]:
-        """Return how many milliseconds each function takes as a graph, measured in turns; see `capture`.
-
-        Before each run, the device's cache is overwritten.
-        """
+        """Return how many milliseconds each function takes as a graph (see `capture`), by turns, with a cold cache."""
         replays = [self.capture(run) for run in runs]
         size = 2 * self._module.get_device_properties(self._device).L2_cache_size
         other = torch.empty(size, dtype=torch.uint8, device=self._device)
         pairs = [[[self._module.Event(enable_timing=True) for _ in range(2)] for _ in runs] for _ in range(rounds)]
-        for events in pairs:
-            for replay, (begin, end) in zip(replays, events, strict=True):
-                other.zero_()
-                begin.record()
-                replay()
-                end.record()
-        self._module.synchronize(self._device)
+        with self._module.device(self._device):
+            for events in pairs:
+                for replay, (begin, end) in zip(replays, events, strict=True):
+                    other.zero_()
+                    begin.record()
+                    replay()
+                    end.record()
+            self._module.synchronize(self._device)
         return [median(begin.elapsed_time(end) for begin, end in of_run) for of_run in zip(*pairs, strict=True)]
 
     @abstractmethod

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
@@ -33,7 +32,7 @@ from hf_specdec.fusion.fused import (
     fused,
     record_linear,
 )
-from hf_specdec.fusion.patterns import RecordProducts, lift_weights
+from hf_specdec.fusion.patterns import RecordProducts, is_call, lift_weights
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS, GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.tree_attention import calls_kernel_directly, is_correct, trial_numbers
@@ -182,18 +181,17 @@ def choose_tiles(graph: fx.GraphModule, weights: Sequence[Tensor], times: Timer)
     values[None] = None  # no bias
     calls: dict[Any, list[Any]] = defaultdict(list)
     for node in graph.graph.nodes:
-        if node.target in (fused.joined_products.default, fused.gated_products.default):
-            _, matrices, biases, *options, _ = node.args
+        if is_call(node, fused.products.default):
+            _, matrices, biases, activation, _ = node.args
             if values.keys() >= {*matrices, *biases} and biases.count(None) in (0, len(biases)):
-                given = [[values[one] for one in part] for part in (matrices, biases)]
-                shapes, first = tuple(weight.shape for weight in given[0]), given[0][0]
-                kind = node.target, *options, shapes, biases[0] is None, first.dtype, first.device
-                calls[kind].append((node, given))
+                layer = [[values[one] for one in part] for part in (matrices, biases)]
+                shapes, first = tuple(weight.shape for weight in layer[0]), layer[0][0]
+                calls[activation, shapes, biases[0] is None, first.dtype, first.device].append((node, layer))
     for kind, members in calls.items():
         if kind not in _CHOSEN:
-            layers = [given for _, given in members[:TIMED_LAYERS]]
+            layers = [layer for _, layer in members[:TIMED_LAYERS]]
             try:
-                _CHOSEN[kind] = [_fastest_tile(members[0][0], layers, rows, times) for rows in PRODUCT_ROWS]
+                _CHOSEN[kind] = [_fastest_tile(layers, kind[0], rows, times) for rows in PRODUCT_ROWS]
             except Exception as error:  # drivers and compilers raise various types; memory may not suffice
                 reason = f"{type(error).__name__}: {error}"
                 logger.info("Products with the same input are not joined, because timing them failed: %s.", reason)
@@ -203,36 +201,29 @@ def choose_tiles(graph: fx.GraphModule, weights: Sequence[Tensor], times: Timer)
     graph.recompile()
 
 
-def _fastest_tile(node: fx.Node, layers: Sequence[Any], rows: int, times: Timer) -> int:
+def _fastest_tile(layers: Sequence[Any], activation: str, rows: int, times: Timer) -> int:
     """Return the index in `PRODUCT_TILES` of the fastest tiles that are right; -1 for torch's own products.
 
-    `node` is a call of joined products, `layers` are weights and biases of such calls.
+    `layers` are weights and biases of joined products of the same shapes.
     """
-    target: Any = node.target
-    (weights, _), dtype = layers[0], layers[0][0][0].dtype
+    weights, dtype, products = layers[0][0], layers[0][0][0].dtype, fused.products.default
     x = trial_numbers(rows, rows, weights[0].shape[1], dtype=dtype).to(weights[0].device)
-
-    def products(tile: int, x: Tensor, given: Any) -> list[Tensor]:
-        made: list[Tensor] = tree_leaves(target(x, *given, *node.args[3:-1], [tile] * len(PRODUCT_ROWS)))
-        return made
-
-    parts = list[list[Tensor]]()
+    parts = []
     for begin in range(0, max(map(len, weights)), EXACT_ROWS):
-        rows_of = slice(begin, begin + EXACT_ROWS)
-        some = [[one if one is None else one[rows_of].double() for one in part] for part in layers[0]]
-        parts.append(products(-1, x.double(), some))
+        part = slice(begin, begin + EXACT_ROWS)
+        wide = [[one if one is None else one[part].double() for one in given] for given in layers[0]]
+        parts.append(products(x.double(), *wide, activation, []))
     exact = [torch.cat(part, -1) for part in zip(*parts, strict=True)]
 
+    def run(tile: int) -> list[list[Tensor]]:
+        return [products(x, *layer, activation, [tile] * len(PRODUCT_ROWS)) for layer in layers]
+
     def error(tile: int) -> float:
-        pairs = zip(products(tile, x, layers[0]), exact, strict=True)
+        pairs = zip(run(tile)[0], exact, strict=True)
         errors = [(found - right).abs().max() / right.abs().max() for found, right in pairs]
         return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
-    def run(tile: int) -> None:
-        for given in layers:
-            products(tile, x, given)
-
-    kind = f"{rows} rows, {' + '.join(str(len(one)) for one in weights)} x {x.shape[1]} weights, {dtype}, {target}"
+    kind = f"{activation} {rows} rows x {' + '.join(str(len(one)) for one in weights)} of {x.shape[1]} in {dtype}"
     names = {-1: "torch"} | {tile: f"tiles {sizes}" for tile, sizes in enumerate(PRODUCT_TILES)}
     trials = {tile: functools.partial(error, tile) for tile in names}
     usable = [tile for tile in names if is_correct(names[tile], trials[tile], dtype, kind, logging.DEBUG)]
