@@ -64,6 +64,7 @@ def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None)
     Its weights are inputs, see `lift_weights`. `attention` are two operations, see `_join_attention`; None if the
     graph has no attention that can be joined.
     """
+    define_operations()
     for node in list(graph.graph.nodes):
         if norm := find_norm(node, DTYPES):
             replace_call(norm.result, kernels.rms_norm.default, norm[1:])

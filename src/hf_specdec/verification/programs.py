@@ -2,7 +2,8 @@
 
 A program reads the model's own weights, so weights that change in place need no new program. On a CPU its products run
 as kernels (`cpu/`). Without those kernels, inductor compiles with constant weights, of which it makes a packed copy,
-because its own products are slow otherwise. Programs to be captured on a GPU have fused small operations (`fusion/`).
+because its own products are slow otherwise. Programs to be captured on a GPU have fused small operations (`fusion/`),
+and joined products if these are measured to be faster.
 """
 
 from __future__ import annotations
@@ -223,8 +224,9 @@ def _fastest_tile(layers: Sequence[Any], activation: str, rows: int, times: Time
         errors = [(found - right).abs().max() / right.abs().max() for found, right in pairs]
         return float(torch.stack(errors).nan_to_num(torch.inf).max())
 
-    kind = f"{activation} {rows} rows x {' + '.join(str(len(one)) for one in weights)} of {x.shape[1]} in {dtype}"
-    names = {-1: "torch"} | {tile: f"tiles {sizes}" for tile, sizes in enumerate(PRODUCT_TILES)}
+    sizes = " + ".join(str(len(weight)) for weight in weights)
+    kind = f"{activation or 'joined'} products in {dtype}, {rows} rows x {sizes} of {x.shape[1]}"
+    names = {-1: "torch"} | {tile: f"tiles {shape}" for tile, shape in enumerate(PRODUCT_TILES)}
     trials = {tile: functools.partial(error, tile) for tile in names}
     usable = [tile for tile in names if is_correct(names[tile], trials[tile], dtype, kind, logging.DEBUG)]
     found = dict(zip(usable, times([functools.partial(run, tile) for tile in usable]), strict=True))
