@@ -142,15 +142,15 @@ def test_the_program_runs_every_step_and_gives_the_head_its_features(
     runs: list[tuple[int, ...]] = []
     call = CompiledForward.__call__
 
-    def count(self: CompiledForward, tokens: Any, *args: Any) -> Any:
+    def count(self: CompiledForward, tokens: Any, *args: Any, **options: Any) -> Any:
         runs.append(tuple(tokens.shape))
-        return call(self, tokens, *args)
+        return call(self, tokens, *args, **options)
 
     monkeypatch.setattr(CompiledForward, "__call__", count)
     config = {**COMPILED, "num_draft_tokens": 30, "top_k": 8}
     answers(compiled, 1, config)
     stats = compiled.last_speculation
-    assert len(runs) == len(stats.accepted_per_step[0])
+    assert len(runs) == 1 + len(stats.accepted_per_step[0])  # the prompt, and the steps
     assert stats.mean_accepted_length > 1
     count = len(runs)
     answers(compiled, 1, {**config, "compile": "none"})

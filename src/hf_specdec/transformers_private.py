@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 EXTENDED_METHODS = (
     "_prepare_generation_config", "_validate_generation_mode", "_validate_generated_length",
@@ -50,9 +51,36 @@ def set_derived(config: GenerationConfig, derived: bool) -> None:
     config._from_model_config = derived
 
 
-def prefill(model: PreTrainedModel, prompt: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
-    """Run the forward over the prompt, in chunks if the generation config says so, and return its outputs."""
-    return model._prefill(prompt, config, kwargs, is_first_iteration=True)
+class _WithForward:
+    """A model as transformers' prefill uses it, with another forward."""
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._forward(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def can_prefill_with(model: PreTrainedModel) -> bool:
+    """Whether `prefill` can use another forward: not if the model has its own way to read a prompt."""
+    return getattr(type(model), "_prefill", None) is GenerationMixin._prefill
+
+
+def prefill(
+    model: PreTrainedModel, prompt: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """Run the forward over the prompt, in chunks if the generation config says so, and return its outputs.
+
+    With `forward`, call that instead of the model's, with the inputs that the model prepares.
+    """
+    if forward is None:
+        return model._prefill(prompt, config, kwargs, is_first_iteration=True)
+    reader: Any = _WithForward(model, forward)
+    return GenerationMixin._prefill(reader, prompt, config, kwargs, is_first_iteration=True)
 
 
 def compile_on_all_devices(config: Any) -> None:

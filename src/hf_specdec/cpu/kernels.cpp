@@ -39,12 +39,12 @@ template <class Function> static long status(const Function &function) {
         return status([&] { rotate(x, shape, strides, cos, sin, stride, y); });                                        \
     }                                                                                                                  \
     long attend_##bits(const Attention *a, const T *query, const T *key, const T *value, T *keys, T *values,           \
-                       const uint8_t *mask, T *y, long threads) {                                                      \
-        return status([&] { attend(*a, query, key, value, keys, values, mask, y, threads); });                         \
+                       const uint8_t *mask, const int64_t *order, T *y, long threads) {                                \
+        return status([&] { attend(*a, query, key, value, keys, values, mask, order, y, threads); });                  \
     }                                                                                                                  \
     long attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,   \
-                              T *values, const uint8_t *mask, T *y, long threads) {                                    \
-        return status([&] { attend_joined(*a, joined, cos, sin, stride, keys, values, mask, y, threads); });           \
+                              T *values, const uint8_t *mask, const int64_t *order, T *y, long threads) {              \
+        return status([&] { attend_joined(*a, joined, cos, sin, stride, keys, values, mask, order, y, threads); });    \
     }                                                                                                                  \
     long best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \
@@ -66,10 +66,23 @@ BOTH(float, 32)
 // by a tenth or more (if both are about as fast, noise does not decide). Returns whether they do.
 long choose_pairs(long choice) {
 #if defined(HAS_PAIRS)
-    const auto choose = [&] { return choice < 0 ? product_seconds(true) < 1.1 * product_seconds(false) : choice != 0; };
-    use_pairs = status(choose) > 0;
+    const auto seconds = [](bool pairs) {
+        use_pairs = pairs;
+        return product_seconds(4, 512, 256, 30);  // from the processor's cache
+    };
+    use_pairs = status([&] { return choice < 0 ? seconds(true) < 1.1 * seconds(false) : choice != 0; }) > 0;
 #endif
     return use_pairs;
+}
+
+// The same for prefetching the streams of products of one row: 1 yes, 0 no, -1 whichever reads faster from memory.
+long choose_prefetch(long choice) {
+    const auto seconds = [](bool prefetch) {
+        use_prefetch = prefetch;
+        return product_seconds(1, 576, 56 << 10, 5);
+    };
+    use_prefetch = status([&] { return choice < 0 ? seconds(true) < seconds(false) : choice != 0; }) > 0;
+    return use_prefetch;
 }
 
 // Set how many floats one call of attention keeps at a time, for tests; returns the number before.

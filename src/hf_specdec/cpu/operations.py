@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,22 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdec.cpu.library import is_loaded, load_library
+from hf_specdec.cpu.library import is_loaded, load_library, processor_features
 from hf_specdec.errors import CacheCapacityError
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
-MAX_ROWS = 128
-"""Products with more rows use torch's `linear`, which is made for many rows; with fewer, see `limit_rows`."""
-MEASURED_ROWS = (16, 32, 64, MAX_ROWS)
-"""Numbers of rows for which `measure_widest` times products."""
-MEASURED_BYTES = 4 * 2**20, 32 * 2**20
-"""Fewest and most bytes of weights that `measure_widest` uses: fewer would stay in the processor's caches."""
-PROBE_ROWS = (1, 2, 7)
+PROBE_ROWS = (1, 2, 7, 24)
 """Rows of x in `product_error`: each tile size of the kernel is used."""
 PROBE_COLUMNS = 64
 """First and last columns of a product that `product_error` compares."""
@@ -45,8 +35,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
     "run": [_Pointer, _Long, _Pointer, _Long, _Long],
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
-    "attend": [*[_Pointer] * 8, _Long],
-    "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
+    "attend": [*[_Pointer] * 9, _Long],
+    "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 5, _Long],
     "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     "grow": [*[_Pointer] * 12, _Long],
 }
@@ -58,9 +48,8 @@ class _AttentionSizes(ctypes.Structure):
 
     _fields_ = (
         *((name, _Long) for name in ("batch", "heads", "shared", "nodes", "dim", "value_dim")),
-        *((name, _Long) for name in ("begin", "first", "end")),
-        ("cache_stride", _Long * 2), ("value_stride", _Long * 2), ("new_stride", _Long * 3),
-        ("new_value_stride", _Long * 3), ("mask_stride", _Long * 2), ("scale", _Float),
+        ("begin", _Long), ("cache_stride", _Long * 2), ("value_stride", _Long * 2), ("new_stride", _Long * 3),
+        ("new_value_stride", _Long * 3), ("mask_stride", _Long * 2), ("form", _Long), ("scale", _Float),
     )  # fmt: skip
 
 
@@ -127,9 +116,6 @@ def linear(
     """
     k = x.shape[-1]
     rows = x.numel() // k
-    if rows > widest_rows(x.dtype):
-        y = wide_linear(x, weights, biases, activation)
-        return y if residual is None else y + residual
     begins = tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights])
     *arrays, size = _arrays(begins, tuple(addresses(*biases)), activation != NO_ACTIVATION)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
@@ -153,29 +139,9 @@ def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...]
     return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
-_widest: dict[torch.dtype, int] = {}
-"""Most rows of the kernel's products, see `limit_rows`; by default `MAX_ROWS`."""
-
-
-def limit_rows(dtype: torch.dtype, rows: int) -> None:
-    """Leave products of this dtype with more rows than `rows` to torch from now on."""
-    _widest[dtype] = rows
-
-
-def widest_rows(dtype: torch.dtype) -> int:
-    """Return the most rows that the kernel multiplies; torch multiplies more."""
-    return _widest.get(dtype, MAX_ROWS)
-
-
-def wide_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION
-) -> Tensor:
-    """Return the same as `linear` without a residual, computed by torch."""
-    outputs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    if activation:
-        gate = functional.silu(outputs[0]) if activation == SILU else functional.gelu(outputs[0], approximate="tanh")
-        return gate * outputs[1]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+def reads_prompts(dtype: torch.dtype) -> bool:
+    """Whether prompts are read by the kernels: not in bfloat16 on processors whose matrix units torch uses (AMX)."""
+    return is_loaded() and (dtype == torch.float32 or "amx_bf16" not in processor_features())
 
 
 def product_error(weight: Tensor) -> float:
@@ -191,43 +157,6 @@ def product_error(weight: Tensor) -> float:
         expected = functional.linear(x.float(), checked)
         errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
     return max(errors)
-
-
-def measure_widest(weights: Iterable[Tensor]) -> None:
-    """Time the kernel's products and torch's with some of a model's weights, once per process and dtype.
-
-    Products with more rows than the kernel wins with use torch's `linear` from then on: oneDNN is faster on processors
-    with matrix units (AMX). Takes 0.1 to 0.3 s; skipped if the weights fit in the processor's caches.
-    """
-    chosen, size = list[Tensor](), 0
-    for weight in weights:
-        known = weight.dtype in _widest or (chosen and chosen[0].dtype != weight.dtype)
-        fits = size + weight.nbytes <= MEASURED_BYTES[1]  # an lm_head may be far larger
-        if fits and not known and can_multiply(weight[:1], weight, None):
-            chosen.append(weight)
-            size += weight.nbytes
-    if size < MEASURED_BYTES[0]:
-        return
-    dtype, won = chosen[0].dtype, MEASURED_ROWS[0] // 2
-    for rows in MEASURED_ROWS:
-        if _seconds(linear, chosen, rows) > _seconds(wide_linear, chosen, rows):
-            break
-        won = rows
-    limit_rows(dtype, won)
-    logger.info("The CPU kernels multiply up to %d rows of %s; torch multiplies more.", won, dtype)
-
-
-def _seconds(multiply: Callable[..., Tensor], weights: Sequence[Tensor], rows: int) -> float:
-    """Return the shortest of three times of the products of all weights with this number of rows."""
-    sizes, dtype = {weight.shape[1] for weight in weights}, weights[0].dtype
-    inputs = {size: torch.ones(rows, size, dtype=dtype, device="cpu") for size in sizes}
-    taken = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        for weight in weights:
-            multiply(inputs[weight.shape[1]], [weight], [None])
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
 
 
 # ----------------------------------------------------------------------------------------------- norms, rotary, search
@@ -299,7 +228,7 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, begin: int, mask: Tensor | None,
-    scale: float | None,
+    scale: float | None, order: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write new keys and values to a cache and attend to the cache; return `[B, N, H, Dv]`, contiguous.
 
@@ -308,22 +237,25 @@ def attend(
         key, value: `[B, G, N, *]` of the new nodes; G divides H.
         keys, values: `[B, G, capacity, *]`, slots contiguous.
         begin: Slot of the first new node.
-        mask: bool `[B or 1, 1, N, begin + N]`, True for visible slots; None if all are visible.
+        mask: bool `[B or 1, 1, N, begin + N]`, True for visible slots; None if all are visible that `order` allows.
         scale: Scale of the scores; None means `D ** -0.5`.
+        order: Logical positions, in whose order sums run, long. `[B, 1]`: each row's first slot (after padding); the
+            nodes are a chain after slot `begin - 1`. `[B, 2 + N]`: first slot, end of the committed slots, and depths
+            of the nodes, a tree whose ancestors the mask has. None: nodes see what the mask says, in order of slots.
     """
     query, mask = query.contiguous(), _checked_mask(mask, query.shape[2], begin)
     shape = (*query.shape[:2], key.shape[1], *query.shape[2:], value.shape[3])
     strides = keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3]
     y = query.new_empty(shape[0], shape[3], shape[1], shape[5])
-    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), scale)
-    tensors = addresses(query, key, value, keys, values, mask, y)
+    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), _form_of(order), scale)
+    tensors = addresses(query, key, value, keys, values, mask, order, y)
     functions_for(query.dtype).attend(sizes, *tensors, torch.get_num_threads())
     return y
 
 
 def attend_joined(
     joined: Tensor, cos: Tensor, sin: Tensor, shared: int, keys: Tensor, values: Tensor, begin: int,
-    mask: Tensor | None, scale: float | None,
+    mask: Tensor | None, scale: float | None, order: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `attend`, for queries, keys and values side by side, before rotary embedding.
 
@@ -332,7 +264,7 @@ def attend_joined(
         cos, sin: `[B or 1, N, D]`.
         shared: Number G of key heads.
         keys, values: `[B, G, capacity, D]`, slots contiguous.
-        begin, mask, scale: See `attend`.
+        begin, mask, scale, order: See `attend`.
     """
     (batch, nodes, width), dim = joined.shape, keys.shape[3]
     heads, mask = width // dim - 2 * shared, _checked_mask(mask, nodes, begin)
@@ -340,20 +272,25 @@ def attend_joined(
     shape = batch, heads, shared, nodes, dim, dim
     strides = keys.stride()[:2], values.stride()[:2], (0, 0, 0), (0, 0, 0)
     y = joined.new_empty(batch, nodes, heads, dim)
-    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), scale)
-    given, stored = addresses(joined, cos, sin), addresses(keys, values, mask, y)
+    sizes = _attention_sizes(shape, begin, strides, _mask_strides(mask), _form_of(order), scale)
+    given, stored = addresses(joined, cos, sin), addresses(keys, values, mask, order, y)
     functions_for(joined.dtype).attend_joined(sizes, *given, _batch_stride(cos), *stored, torch.get_num_threads())
     return y
 
 
 @functools.lru_cache(maxsize=64)
 def _attention_sizes(
-    shape: tuple[int, ...], begin: int, strides: tuple[Any, ...], mask_strides: tuple[int, int], scale: float | None
-) -> Any:
+    shape: tuple[int, ...], begin: int, strides: tuple[Any, ...], mask_strides: tuple[int, int], form: int,
+    scale: float | None,
+) -> Any:  # fmt: skip
     """Return a pointer to `_AttentionSizes`, which most layers of a forward share; shapes as in its first fields."""
-    nodes, dim = shape[3:5]
-    scale = dim**-0.5 if scale is None else scale
-    return ctypes.pointer(_AttentionSizes(*shape, begin, 0, begin + nodes, *strides, mask_strides, scale))
+    scale = shape[4] ** -0.5 if scale is None else scale
+    return ctypes.pointer(_AttentionSizes(*shape, begin, *strides, mask_strides, form, scale))
+
+
+def _form_of(order: Tensor | None) -> int:
+    """Return the `Form` of attention.h."""
+    return 0 if order is None else 1 if order.shape[1] == 1 else 2
 
 
 def _checked_mask(mask: Tensor | None, nodes: int, begin: int) -> Tensor | None:

@@ -1,122 +1,219 @@
-// Products of few rows with a large matrix.
+// Products of rows with a large matrix, for any number of rows, always with the same bits.
 //
-// A product y = x W^T multiplies few rows x by a large matrix W [N, K], so its time is that of reading W. W is read
-// once, where the model keeps it (row by row), in tiles of R rows; each tile is multiplied with up to 6 rows of x:
+// A product y = x W^T multiplies rows x by a large matrix W [N, K], which is read where the model keeps it (row by row).
+// A tile multiplies R rows of W with M rows of x; its R x M vectors of sums stay in registers:
 //
-//              K, in steps of one vector                      x rows: M <= 6 at once, the next 6 read the tile of W
-//          +---------------------------------+                again, from the L1 cache
-//   thread |  R = 4 or 8 rows: one tile      | x  M rows      R x M accumulators stay in registers over all of K;
-//     1    +---------------------------------+    of K        their lanes are summed at the end
-//          |  next tile: prefetched into L2  |
+//                 K, in steps of one vector
+//          +---------------------------------+
+//   thread |  panel: rows of W that fit L2,  |    all rows of x pass a panel, in groups of M that fit L1, while the next
+//     1    |  read in tiles of R rows        |    panel is prefetched
 //          +---------------------------------+
 //   thread |  ...                            |
 //
-// The prefetch matters most: without it, hardware prefetchers lose their place at every end of a row. Sums are in
-// float32. Weights in bfloat16 are either widened, with exact products, or multiplied in pairs, whichever is faster.
+// Few rows take as long as reading W: then a tile's rows are an R-th of the thread's share apart, so that R streams are
+// read, each of which is sequential.
+//
+// Every product is one chain of sums per lane over all of K, whose lanes are summed at the end. So its bits depend neither
+// on the tile nor on the number of rows, nor on the number of threads. Sums are in float32. Weights in bfloat16 are either
+// widened, with exact products, or multiplied in pairs, whichever is faster.
 
 #pragma once
 
 #include "vectors.h"
 
 // Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are. At most
-// one per thread exists at a time.
+// one per thread exists at a time. Row i is at `x + i / run * apart + i % run * k`.
 template <class D> struct Rows {
     typedef typename D::W W;
     typedef typename D::X X;
     const X *data;
     long rows, stride;
 
-    Rows(const W *x, long rows, long k) : rows(rows) {
+    Rows(const W *x, long rows, long k) : Rows(x, rows, k, rows, 0) {}
+    Rows(const W *x, long rows, long k, long run, long apart) : rows(rows) {
         static thread_local std::vector<X> copy;
         stride = (k + D::step - 1) / D::step * D::step;
         data = (const X *)x;
-        if (sizeof(X) == sizeof(W) && stride == k) return;
+        if (sizeof(X) == sizeof(W) && stride == k && run == rows) return;
         if (copy.size() < size_t(rows * stride)) copy.resize(rows * stride);
         data = copy.data();
-        for (long row = 0; row < rows; row++, x += k) {
+        for (long row = 0; row < rows; row++) {
+            const W *const from = x + row / run * apart + row % run * k;
             X *const to = &copy[row * stride];
             long i = 0;
-            for (; i + D::step <= k; i += D::step) D::pack(x + i, to + i);
+            for (; i + D::step <= k; i += D::step) D::pack(from + i, to + i);
             if (i == k) continue;
             W rest[D::step] = {};
-            memcpy(rest, x + i, (k - i) * sizeof(W));
+            memcpy(rest, from + i, (k - i) * sizeof(W));
             D::pack(rest, to + i);
         }
     }
 };
 
-// Add the products of one step of R rows of w, `apart` numbers apart, with M rows of x.
+#if LANES == 8  // of 16 registers, 12 hold sums
+constexpr int HEIGHTS[] = {8, 6, 4, 3};
+#else  // of 32 registers, up to 24
+constexpr int HEIGHTS[] = {8, 8, 8, 6, 4, 4, 3, 3};
+#endif
+constexpr int MOST = sizeof(HEIGHTS) / sizeof(int);  // rows of x in a tile; HEIGHTS[M - 1] rows of W are in one of M
+constexpr long PANEL = 48, PANEL_BYTES = 256 << 10;  // most rows of W in a panel, divisible by all heights, and most bytes
+constexpr long BLOCK = 1024;                         // numbers of a row that a group multiplies before the next ones
+constexpr long FEW_ROWS = 3, STREAM_X = 24 << 10;    // most rows, and bytes of them, for which W is read in streams
+constexpr long MANY_ROWS = 256;                      // rows of x that are packed at a time
+constexpr long AHEAD = 1024;                         // bytes of a stream that are prefetched
+
+// Whether streams are prefetched. On an AMD Zen 3, hardware alone reads nearly twice as fast.
+static bool use_prefetch = true;
+
+// What is prefetched meanwhile, a line after the other.
+struct Ahead {
+    const char *from;
+    long lines;
+};
+
+// One tile: R rows of w, `apart` numbers apart, times M rows of x; numbers `from` to `to` of K. Sums of the numbers before
+// are in `sums_before` unless `from` is 0, and are left there unless `is_last`; then out[m * space + r * step] is set.
 template <class D, int R, int M>
-static inline void add_step(Floats sum[M][(R + 3) / 4 * 4], const typename D::W *w, long apart, const typename D::X *x,
-                            long stride) {
+static inline __attribute__((always_inline)) void
+add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
+#pragma GCC unroll 2
     for (int half = 0; half < D::parts; half++) {
-        typename D::Part part[R];
-        for (int r = 0; r < R; r++) part[r] = D::load(w + r * apart, half);
-        for (int m = 0; m < M; m++) {
-            auto row = D::load_x(x + m * stride + half * LANES);
-            for (int r = 0; r < R; r++) D::add(sum[m][r], part[r], row);
+        if (M >= R) {
+            typename D::Part part[R];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) part[r] = D::load(w + r * apart, half);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                typename D::Part row = D::load_x(x + m * stride + half * LANES);
+                KEEP(row);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) D::add(sum[r][m], part[r], row);
+            }
+        } else {
+            typename D::Part row[M];
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                row[m] = D::load_x(x + m * stride + half * LANES);
+                KEEP(row[m]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                typename D::Part part = D::load(w + r * apart, half);
+                KEEP(part);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) D::add(sum[r][m], part, row[m]);
+            }
         }
     }
 }
-
-// One tile: R rows of w times M rows of x; result[m][r / 4] holds four products.
-template <class D, int R, int M>
-static inline void tile(const typename D::W *w, long k, const typename D::X *x, long stride,
-                        Four result[M][(R + 3) / 4]) {
-    Floats sum[M][(R + 3) / 4 * 4] = {};
-    long i = 0;
-    for (; i + D::step <= k; i += D::step) {
-        for (int r = 0; r < R; r++) __builtin_prefetch(w + (r + R) * k + i, 0, 2);  // into L2
-        add_step<D, R, M>(sum, w + i, k, x + i, stride);
-    }
-    if (i < k) {
-        typename D::W rest[R][D::step] = {};
-        for (int r = 0; r < R; r++) memcpy(rest[r], w + r * k + i, (k - i) * sizeof(typename D::W));
+template <class D, int R, int M, bool STREAMS>
+static __attribute__((noinline)) void tile(const typename D::W *w, long apart, long from, long to, bool is_last,
+                                           const typename D::X *x, long stride, float *sums_before, float *out, long space,
+                                           long step, Ahead ahead) {
+    typedef typename D::W W;
+    Floats sum[R][M];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) sum[r][m] = from ? floats(sums_before + (r * M + m) * LANES) : Floats{};
+    constexpr long lines = (R * D::step * long(sizeof(W)) + 63) / 64;  // of a step, and as many are prefetched
+    const long end = to - (to - from) % D::step;
+    long i = from;
+    if (STREAMS && use_prefetch)
+        for (; i + 64 / long(sizeof(W)) <= end;) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) __builtin_prefetch((const char *)(w + r * apart + i) + AHEAD, 0, 3);
+#pragma GCC unroll 4
+            for (long n = 0; n < 64 / long(sizeof(W)); n += D::step, i += D::step)
+                add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+        }
+    if (!STREAMS)
+        for (; i < end && ahead.lines > 0; i += D::step, ahead.from += 64 * lines, ahead.lines -= lines) {
+#pragma GCC unroll 8
+            for (long n = 0; n < lines; n++) __builtin_prefetch(ahead.from + 64 * n, 0, 2);
+            add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+        }
+    for (; i < end; i += D::step) add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+    if (i < to) {
+        W rest[R][D::step] = {};
+        for (int r = 0; r < R; r++) memcpy(rest[r], w + r * apart + i, (to - i) * sizeof(W));
         add_step<D, R, M>(sum, rest[0], D::step, x + i, stride);
     }
+    if (!is_last) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) store(sums_before + (r * M + m) * LANES, sum[r][m]);
+        return;
+    }
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r += 4) result[m][r / 4] = sums(sum[m][r], sum[m][r + 1], sum[m][r + 2], sum[m][r + 3]);
-}
-
-// Call use(m, n, four products, how many of them count) for rows n .. n + R of w and all rows of x.
-template <class D, int R, int M, class Use>
-static inline void tiles(const typename D::W *w, long k, long n, const Rows<D> &x, long m, const Use &use) {
-    Four result[M][(R + 3) / 4];
-    tile<D, R, M>(w + n * k, k, x.data + m * x.stride, x.stride, result);
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < R; r += 4) use(m + i, n + r, result[i][r / 4], std::min(R, 4));
-}
-template <class D, int R, class Use>
-static inline void all_rows(const typename D::W *w, long k, long n, const Rows<D> &x, const Use &use) {
-    long blocks = (x.rows + 5) / 6, size = (x.rows + blocks - 1) / blocks;
-    for (long m = 0; m < x.rows; m += size) switch (std::min(size, x.rows - m)) {
-            case 1: tiles<D, R, 1>(w, k, n, x, m, use); break;
-            case 2: tiles<D, R, 2>(w, k, n, x, m, use); break;
-            case 3: tiles<D, R, 3>(w, k, n, x, m, use); break;
-            case 4: tiles<D, R, 4>(w, k, n, x, m, use); break;
-            case 5: tiles<D, R, 5>(w, k, n, x, m, use); break;
-            default: tiles<D, R, 6>(w, k, n, x, m, use);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r += 4) {
+            const Four z = sums(sum[r][m], sum[std::min(r + 1, R - 1)][m], sum[std::min(r + 2, R - 1)][m],
+                                sum[std::min(r + 3, R - 1)][m]);
+            if (!STREAMS) store(out + m * space + r, z);  // up to three numbers too many, which the next tile replaces
+            else
+#pragma GCC unroll 4
+                for (int j = 0; j < std::min(4, R - r); j++) out[m * space + (r + j) * step] = z[j];
         }
 }
-// The same for rows `from` to `to` of w.
-template <class D, class Use>
-static inline void span(const typename D::W *w, long k, long from, long to, const Rows<D> &x, const Use &use) {
-    if (x.rows <= 2)
-        for (; from + 8 <= to; from += 8)
-            x.rows == 1 ? tiles<D, 8, 1>(w, k, from, x, 0, use) : tiles<D, 8, 2>(w, k, from, x, 0, use);
-    for (; from + 4 <= to; from += 4) all_rows<D, 4>(w, k, from, x, use);
-    for (; from < to; from++) all_rows<D, 1>(w, k, from, x, use);
-}
 
-template <class T> static inline void store_some(T *to, Four values, int count) {
-    if (count == 4) store(to, values);
-    else store(to, float(values[0]));
+// out[m * space + n], n < size: products of `size` rows of w with M rows of x; up to three numbers after them change.
+template <class D, int M>
+static void multiply_group(const typename D::W *w, long k, long size, const typename D::X *x, long stride, float *out,
+                           long space, bool in_streams, Ahead ahead) {
+    constexpr int R = HEIGHTS[M - 1];
+    const bool in_blocks = !in_streams && k > BLOCK + BLOCK / 2;
+    const long blocks = in_blocks ? (k + BLOCK - 1) / BLOCK : 1, block = in_blocks ? (k / blocks + 63) / 64 * 64 : k;
+    static thread_local std::vector<float> kept;
+    if (in_blocks && kept.size() < size_t(size * M * LANES)) kept.resize(size * M * LANES);
+    float *const before = kept.data();
+    const long each = in_streams ? size / R : 1, tiles = size / R, share = ahead.lines / std::max(1L, blocks * tiles) + 1;
+    for (long from = 0; from < k; from += block) {
+        const long to = std::min(from + block, k);
+        const bool is_last = to == k;
+        for (long t = 0; t < tiles; t++) {
+            const long first = in_streams ? t : t * R;
+            Ahead some{ahead.from, std::min(share, ahead.lines)};
+            if (in_streams)
+                tile<D, R, M, true>(w + first * k, each * k, from, to, is_last, x, stride, before, out + first, space, each, {});
+            else
+                tile<D, R, M, false>(w + first * k, k, from, to, is_last, x, stride, before + first * M * LANES, out + first, space,
+                                     1, some);
+            ahead.from += 64 * some.lines, ahead.lines -= some.lines;
+        }
+        for (long n = tiles * R; n < size; n++)
+            tile<D, 1, M, false>(w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1, {});
+    }
+}
+template <class D>
+static void multiply_rows(const typename D::W *w, long k, long size, const typename D::X *x, long stride, long rows,
+                          float *out, long space, bool in_streams, Ahead ahead) {
+    const auto of = [&](auto function) { function(w, k, size, x, stride, out, space, in_streams, ahead); };
+    switch (rows) {
+        case 1: return of(multiply_group<D, 1>);
+        case 2: return of(multiply_group<D, 2>);
+        case 3: return of(multiply_group<D, 3>);
+        case 4: return of(multiply_group<D, 4>);
+#if LANES != 8
+        case 5: return of(multiply_group<D, 5>);
+        case 6: return of(multiply_group<D, 6>);
+        case 7: return of(multiply_group<D, 7>);
+        case 8: return of(multiply_group<D, 8>);
+#endif
+    }
+}
+// Rows of x in a group, if there are `rows` in all: as even as possible.
+static inline long group_size(long rows) {
+    const long groups = (rows + MOST - 1) / MOST;
+    return (rows + groups - 1) / std::max(1L, groups);
 }
 
 // z * sigmoid(u): SiLU with u = z (activation 1), or GELU in its tanh form (activation 2).
-static inline Four activated(Four z, int activation) {
-    Four u = activation == 1 ? z : 1.5957691216f * (z + 0.044715f * z * z * z);
-    return z / (1.0f + exponential<Four, FourWords>(u * -1.0f));
+static inline Floats activated(Floats z, int activation) {
+    Floats u = activation == 1 ? z : 1.5957691216f * (z + 0.044715f * z * z * z);
+    return z / (1.0f + exponential<Floats, SignedWords>(u * -1.0f));
 }
 
 // One thread's share of y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or,
@@ -124,39 +221,51 @@ static inline Four activated(Four z, int activation) {
 template <class D, class T>
 static void multiply_share(const T *x, long rows, long k, const T *const *weights, const T *const *biases,
                            const long *sizes, long count, long activation, const T *residual, T *y) {
-    const Rows<D> input(x, rows, k);
     long total = 0;
     for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
+    for (; rows > MANY_ROWS; rows -= MANY_ROWS, x += MANY_ROWS * k, y += MANY_ROWS * total) {
+        multiply_share<D>(x, MANY_ROWS, k, weights, biases, sizes, count, activation, residual, y);
+        if (residual) residual += MANY_ROWS * total;
+    }
+    if (!rows) return;
+    const Rows<D> input(x, rows, k);
     const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
     const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
-    if (activation) {
-        static thread_local std::vector<float> gates;
-        if (gates.size() < size_t(rows * 4)) gates.resize(rows * 4);
-        float *const gate = gates.data();
-        for (long n = first; n < last; n += 4) {
-            const long end = std::min(n + 4, last);
-            span(weights[0], k, n, end, input, [&](long m, long j, Four z, int some) {
-                if (biases[0]) z += some == 4 ? four(biases[0] + j) : Four{widen(biases[0][j])};
-                store_some(gate + m * 4 + j - n, activated(z, activation), some);
-            });
-            span(weights[1], k, n, end, input, [&](long m, long j, Four z, int some) {
-                if (biases[1]) z += some == 4 ? four(biases[1] + j) : Four{widen(biases[1][j])};
-                z *= some == 4 ? four(gate + m * 4 + j - n) : Four{gate[m * 4 + j - n]};
-                store_some(y + m * total + j, z, some);
-            });
-        }
-        return;
-    }
+    const bool in_streams = rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
+    const long fitting = std::max(12L, std::min(PANEL, PANEL_BYTES / long(k * sizeof(T)) / 12 * 12));
+    const long height = in_streams ? std::max(1L, last - first) : fitting, each = group_size(rows);
+    const long space = (height + LANES - 1) / LANES * LANES + LANES;
+    static thread_local std::vector<float> made;
+    if (made.size() < size_t(2 * each * space)) made.resize(2 * each * space);
+    float *const out = made.data(), *const other = out + each * space;
     long base = 0;
-    for (long i = 0; i < count; base += sizes[i++]) {
-        const T *bias = biases[i];
-        span(weights[i], k, std::max(first - base, 0L), std::min(last - base, sizes[i]), input,
-             [&](long m, long j, Four z, int some) {
-                 const long place = m * total + base + j;
-                 if (bias) z += some == 4 ? four(bias + j) : Four{widen(bias[j])};
-                 if (residual) z += some == 4 ? four(residual + place) : Four{widen(residual[place])};
-                 store_some(y + place, z, some);
-             });
+    for (long i = 0; i < (activation ? 1 : count); base += sizes[i++]) {
+        const long end = std::min(last - base, sizes[i]);
+        for (long n = std::max(first - base, 0L); n < end; n += height) {
+            const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * k * sizeof(T) / 64;
+            for (long m = 0; m < rows; m += each) {
+                const long some = std::min(each, rows - m), offset = lines * m / rows, here = lines * (m + some) / rows - offset;
+                const auto multiply = [&](const T *w, float *to) {
+                    multiply_rows<D>(w + n * k, k, size, input.data + m * input.stride, input.stride, some, to, space,
+                                     in_streams, {(const char *)(w + (n + size) * k) + 64 * offset, here});
+                };
+                multiply(weights[i], out);
+                if (activation) multiply(weights[1], other);
+                for (long row = 0; row < some; row++)
+                    for (long j = 0; j < size; j += LANES) {
+                        const long place = (m + row) * total + base + n + j, number = std::min(long(LANES), size - j);
+                        Floats z = floats(out + row * space + j);
+                        if (biases[i]) z += floats(biases[i] + n + j, number);
+                        if (activation) {
+                            Floats factor = floats(other + row * space + j);
+                            if (biases[1]) factor += floats(biases[1] + n + j, number);
+                            z = activated(z, activation) * factor;
+                        }
+                        if (residual) z += floats(residual + place, number);
+                        store(y + place, z, number);
+                    }
+            }
+        }
     }
 }
 
@@ -185,20 +294,16 @@ static void multiply(const T *x, long rows, long k, const T *const *weights, con
     guard.check();
 }
 
-// The shortest time of a product of bfloat16 from the processor's cache, with or without `Pairs`.
-static double product_seconds(bool pairs) {
-    const long rows = 4, k = 512, n = 256;
+// The shortest time of products of bfloat16, of `rows` rows with weights [n, k], with one thread.
+static double product_seconds(long rows, long k, long n, int turns) {
     const std::vector<bf16> x(rows * k, 0x3f80), w(n * k, 0x3f80);
     std::vector<bf16> y(rows * n);
     const bf16 *const weight = w.data(), *const bias = nullptr;
     double best = INFINITY;
-    const bool before = use_pairs;
-    use_pairs = pairs;
-    for (int turn = 0; turn < 30; turn++) {
+    for (int turn = 0; turn < turns; turn++) {
         const double begin = omp_get_wtime();
         multiply<bf16>(x.data(), rows, k, &weight, &bias, &n, 1, 0, nullptr, y.data(), 1);
         best = std::min(best, omp_get_wtime() - begin);
     }
-    use_pairs = before;
     return best;
 }

@@ -30,7 +30,6 @@ from hf_specdec.cpu.operations import (
     can_multiply,
     define_operations,
     functions_for,
-    widest_rows,
 )
 from hf_specdec.fusion.patterns import (
     Node,
@@ -215,21 +214,12 @@ class ChainStep:
         options = self.activation, self.is_wide, self.early, self.eps
         return _StepFields(len(self.sizes), self.k, *places, _Weights(*self.sizes), *options)
 
-    def run(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the result, given the values of all places before."""
-        x, weights = values[self.x], [values[place] for place in self.weights]
-        if not self.sizes:
-            return operations.rms_norm(x, weights[0], self.eps, self.early)
-        biases = [None if place is None else values[place] for place in self.biases]
-        residual = None if self.residual is None else values[self.residual]
-        return operations.linear(x, weights, biases, self.activation, residual)
-
 
 def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
     """Return a function of `inputs` tensors that runs steps for the same rows one after the other.
 
     Inputs with rows come before the weights. It returns the results of the steps with these indices: a tensor if there
-    is one, otherwise a tuple. More rows than `operations.limit_rows` allows are left to `ChainStep.run`.
+    is one, otherwise a tuple.
     """
     count, kept = len(steps), tuple(outputs)
     array = (_StepFields * count)(*[step.fields(inputs + index) for index, step in enumerate(steps)])
@@ -243,12 +233,6 @@ def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) 
     def chain(*tensors: Tensor) -> Any:
         x = tensors[first]
         rows = x.numel() // k
-        if not 0 < rows <= widest_rows(x.dtype):
-            values = list(tensors)
-            for step in steps:
-                values.append(step.run(values))
-            results = [values[inputs + index] for index in kept]
-            return results[0] if len(results) == 1 else tuple(results)
         read = [*(tensor.contiguous() for tensor in tensors[:with_rows]), *tensors[with_rows:]]
         lead = x.shape[:-1]
         made = [x.new_empty(*lead, size) for size in sizes]

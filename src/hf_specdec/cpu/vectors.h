@@ -5,10 +5,9 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,6 +30,25 @@
 #else
 #error "no kernels for this instruction set"
 #endif
+#if defined(_WIN32)  // whose `long` has 32 bits
+#define long int64_t
+#endif
+
+// OpenMP, declared here because Apple's clang has no omp.h; without it, one thread does everything.
+extern "C" {
+#if defined(_OPENMP)
+int omp_get_thread_num(), omp_get_num_threads();
+double omp_get_wtime();
+long has_threads() { return 1; }
+#else
+static inline int omp_get_thread_num() { return 0; }
+static inline int omp_get_num_threads() { return 1; }
+static inline double omp_get_wtime() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+long has_threads() { return 0; }
+#endif
+}
 
 // Runs the parts of a parallel region, which an exception must not leave; `check`, called after the region, throws if
 // memory did not suffice in any of them.
@@ -47,6 +65,13 @@ struct Guard {
         if (failed) throw std::bad_alloc();
     }
 };
+
+// Have a vector in a register: compilers would load it again for each of its uses, which takes longer.
+#if defined(__x86_64__)
+#define KEEP(vector) asm volatile("" : "+x"(vector))
+#else
+#define KEEP(vector) asm volatile("" : "+w"(vector))
+#endif
 
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -110,6 +135,20 @@ static inline Floats floats(const bf16 *from) {
 #endif
 }
 
+// The first `count` numbers; the others are 0, or not stored.
+template <class T> static inline Floats floats(const T *from, long count) {
+    if (count >= LANES) return floats(from);
+    T some[LANES] = {};
+    memcpy(some, from, count * sizeof(T));
+    return floats(some);
+}
+template <class T> static inline void store(T *to, Floats values, long count) {
+    if (count >= LANES) return store(to, values);
+    T some[LANES];
+    store(some, values);
+    memcpy(to, some, count * sizeof(T));
+}
+
 // The sums over the lanes of four vectors.
 static inline Four sums(Floats a, Floats b, Floats c, Floats d) {
 #if LANES == 4
@@ -139,6 +178,15 @@ template <class V, class I> static inline V exponential(V x) {
 typedef int32_t FourWords __attribute__((vector_size(16)));
 typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 
+// sum += w * x, rounded once. Of 16 registers, compilers waste some: they would overwrite x, and keep a sum in memory.
+static inline void add_product(Floats &sum, Floats w, Floats x) {
+#if LANES == 8
+    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+#else
+    sum += w * x;
+#endif
+}
+
 // How numbers of dtype W are read, `step` at a time, as `parts` vectors of floats, and multiplied with numbers X.
 template <class W> struct Dot;
 template <> struct Dot<float> {
@@ -149,7 +197,7 @@ template <> struct Dot<float> {
     static Part load_x(const float *from) { return floats(from); }
     static void pack(const float *from, float *to) { store(to, floats(from)); }
     static void unpack(const float *from, float factor, float *to) { store(to, floats(from) * factor); }
-    static void add(Floats &sum, Part w, Part x) { sum += w * x; }
+    static void add(Floats &sum, Part w, Part x) { add_product(sum, w, x); }
 };
 // A bfloat16 is the upper half of a float. Of pairs of them, read as words, the odd ones are floats once the lower halves
 // are cleared, and the even ones once they are shifted up: one operation for each. So in packed steps, as floats, all
@@ -161,7 +209,12 @@ template <> struct Dot<bf16> {
     static constexpr int step = 2 * LANES, parts = 2;
     static Part load(const bf16 *from, int odd) {
         const Words pairs = *(const Pair *)from;
-        return (Floats)(odd ? pairs & 0xffff0000u : pairs << 16);
+#if LANES == 8
+        alignas(32) static const volatile Words upper = Words{} + 0xffff0000u;  // read each time: no register is left for it
+#else
+        const Words upper = Words{} + 0xffff0000u;
+#endif
+        return (Floats)(odd ? pairs & upper : pairs << 16);
     }
     static Part load_x(const float *from) { return floats(from); }
     static void pack(const bf16 *from, float *to) { store(to, load(from, 0)), store(to + LANES, load(from, 1)); }
@@ -169,7 +222,7 @@ template <> struct Dot<bf16> {
         const Words even = nearest(floats(from) * factor), odd = nearest(floats(from + LANES) * factor);
         *(Pair *)to = even >> 16 | (odd & 0xffff0000u);
     }
-    static void add(Floats &sum, Part w, Part x) { sum += w * x; }
+    static void add(Floats &sum, Part w, Part x) { add_product(sum, w, x); }
 };
 // Instructions that multiply pairs of bfloat16 and add both products to a float. They need no packing, but not every
 // processor is fast at them: see `use_pairs` in products.h.

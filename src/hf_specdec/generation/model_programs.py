@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Accepted
@@ -258,29 +259,42 @@ def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
     widest = max(map(len, TEST_TREES))
     size = TEST_PROMPT_LENGTH + widest
-    target: Any = facts.new_target(model, size + 2 * len(TEST_TREES), widest, runner=runner)
     tokens = ((torch.arange(rows * size, device=device) * 7 + 3) % vocab_size).view(rows, size)
     prompt = tokens[:, :TEST_PROMPT_LENGTH]
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
     order = sorted(runner.layers)
+
+    def outputs_of(verification: Any) -> tuple[Tensor, ...]:
+        states = () if verification.features is None else (verification.features.of(order).float(),)
+        return verification.logits.float(), *states
+
+    def check(found: Sequence[tuple[Tensor, ...]]) -> None:
+        for expected, actual in zip(*found, strict=True):
+            distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+            if not float(distance.median()) <= tolerance:
+                raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
+
+    outputs = []
+    for used in (runner, None) if runner.reads_prompts else (None,):
+        target: Any = facts.new_target(model, size + 2 * len(TEST_TREES), widest, runner=runner)
+        target.runner = used
+        with target.tapped(order):
+            read = target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
+            outputs.append(outputs_of(read))
+    if len(outputs) == 2:
+        check(outputs)
     with target.tapped(order):
-        target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
             tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
             outputs = []
             for used in (None, runner):
                 target.runner = used
-                verification = target.verify(tree)
-                states = () if verification.features is None else (verification.features.of(order).float(),)
-                outputs.append((verification.logits.float(), *states))
+                outputs.append(outputs_of(target.verify(tree)))
                 if used is None:
                     target.rollback(len(parents))
-            for expected, actual in zip(*outputs, strict=True):
-                distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
-                if not float(distance.median()) <= tolerance:
-                    raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
+            check(outputs)
             path = torch.arange(2, device=device).expand(rows, -1)
             host, drafted = ((0, 1),) * rows, (len(parents) - 1,) * rows
             target.commit(tree, Accepted(path, nodes[:, :2], nodes[:, 1], host, host, drafted))

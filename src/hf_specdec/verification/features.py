@@ -229,7 +229,7 @@ class FeatureTap:
     def keep(self, states: Mapping[int, Tensor]) -> None:
         """Store the hidden states `[B, T, D]` of a forward that calls no hooks; ignore layers not captured."""
         for layer in self._layers:
-            self._kept[layer].append(states[layer])
+            self._keep(layer, states[layer])
 
     def _keep(self, layer: int, hidden: Tensor) -> None:
         if not hasattr(self._thread, "is_own"):

@@ -114,6 +114,15 @@ class TreeInputs:
         depths = ancestors[:, known:].sum(-1) - 1
         return masks, self.positions.of_nodes(depths, self.lengths, self.ceiling)
 
+    def order(self) -> Tensor | None:
+        """Return the logical order of the nodes, `[B, 2 + N]`, see `operations.attend`; None: that of slots."""
+        if self.all_seen:
+            return None
+        lengths = self.lengths[:, None]
+        first = torch.zeros_like(lengths) if self.padding is None else self.padding.left[:, None]
+        depths = (self.tree.ancestor_mask().sum(-1) - 1).expand(len(lengths), -1)
+        return torch.cat([first, lengths, depths], dim=-1)
+
 
 def committed_slots(lengths: Tensor, num_slots: int, padding: PromptPadding | None) -> Tensor:
     """Return a bool mask `[B, num_slots]` of the slots that hold a committed token."""
@@ -145,6 +154,28 @@ def tree_masks(
         lowest = torch.finfo(dtype).min
         masks = {name: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest) for name, mask in masks.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def chain_masks(layout: MaskLayout, begin: int, count: int, padding: PromptPadding | None) -> dict[str, Tensor]:
+    """Build bool masks `[B or 1, 1, N, begin + N]` of a prompt's next N = `count` slots, by layer type.
+
+    Layer types in which a token sees all tokens before it are missing, if padding is at the left only.
+    """
+    device = torch.device("cpu") if padding is None else padding.valid.device
+    slots = torch.arange(begin + count, device=device)
+    queries, keys, left = slots[None, begin:], slots[None], None
+    seen = keys[:, None] <= queries[:, :, None]
+    is_simple = True
+    if padding is not None:
+        valid, left = padding.valid[:, : begin + count], padding.left
+        seen = seen & valid[:, None]
+        is_simple = torch.equal(valid, slots >= left[:, None])
+    masks = restricted(layout, seen, queries, keys, left)
+    return {
+        name: masks[name]
+        for name, kind, size in layout.layers
+        if not is_simple or (kind != "full" and begin + count > size)
+    }
 
 
 def bucket_masks(

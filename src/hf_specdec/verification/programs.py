@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
-from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, measure_widest, product_error
+from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
 from hf_specdec.cpu.rewrite import call_functions, join_steps, record_product, use_kernels
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.fusion.fused import (
@@ -152,7 +152,6 @@ def make_program(
                         raise CaptureError(
                             f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}"
                         )
-            measure_widest(matrices)
             if mode == "kernels":
                 join_steps(graph)
                 call_functions(graph)

@@ -21,24 +21,27 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu import operations
-from hf_specdec.transformers_private import attention_name, experts_name
+from hf_specdec.transformers_private import attention_name, experts_name, supports_logits_to_keep
 from hf_specdec.verification.cache import FixedLayer, TreeCache
-from hf_specdec.verification.features import FeatureTap
-from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs
+from hf_specdec.verification.features import FeatureTap, PromptPadding
+from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, chain_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.programs import AttentionForms, CaptureError, Program, make_program
 from hf_specdec.verification.target import expert_products
 from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
-TARGET_EXAMPLE_SHAPE = (2, 12)
-"""Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
+TARGET_EXAMPLE_SHAPE, EXAMPLE_KEPT = (2, 12), 5
+"""Rows and nodes of the traced forward, and nodes with logits: sizes unlikely to equal others of a model."""
+READ_AT_ONCE = 512
+"""Tokens of a prompt that a program reads at once, of each row: bounds the memory of its intermediate results."""
 
 
 class Runner(ABC):
     """Base class of the ways to run a verify forward.
 
     Attributes:
+        reads_prompts: Whether it has `read`.
         layers: Layers whose hidden states it returns, see `Features`.
         copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
         widths: Numbers of nodes that a tree is padded to, ascending; empty if trees are not padded.
@@ -46,6 +49,7 @@ class Runner(ABC):
 
     layers: frozenset[int]
     copies_weights = False
+    reads_prompts = False
     widths: tuple[int, ...] = ()
 
     @abstractmethod
@@ -58,7 +62,15 @@ class Runner(ABC):
         """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""
         masks, positions = inputs.masks_and_positions()
         tokens = inputs.tree.tokens
-        return self(tokens, positions.expand(tokens.shape), attention_of(masks, inputs), cache)
+        order = inputs.order() if tokens.is_cpu else None
+        return self(tokens, positions.expand(tokens.shape), attention_of(masks, inputs, order), cache)
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, cache: TreeCache, padding: PromptPadding | None, layout: MaskLayout,
+        *, all_logits: bool,
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+        """Append tokens `[B, P]` of a prompt, and return logits `[B, 1, V]`, or all `[B, P, V]`, and hidden states."""
+        raise NotImplementedError
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """Return a cache for this runner; see `TreeCache` for the arguments."""
@@ -76,12 +88,13 @@ class Runner(ABC):
         """Release the memory of a cache whose call has ended; by default there is none to release."""
 
 
-def attention_of(masks: Masks, inputs: TreeInputs) -> AttentionContext:
+def attention_of(masks: Masks, inputs: TreeInputs, order: Tensor | None = None) -> AttentionContext:
     """Return the context shared by the attention layers of a forward over a tree."""
     layers = inputs.layout.layers
     return AttentionContext(
         {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
         frozenset(name for name, kind, _ in layers if inputs.all_seen and kind == "full"),
+        order=order,
     )
 
 
@@ -98,9 +111,9 @@ class ModelForward(Runner):
         self._cache_argument = cache_argument(model)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
+        self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Runner`."""
+        """See `Runner`; with `kept` `[K]`, return the logits of these nodes only."""
         model, masks = self._model(), forward.masks
         assert model is not None
         with attending(forward), FeatureTap(model, self._order) as tap:
@@ -111,6 +124,7 @@ class ModelForward(Runner):
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
+                **({} if kept is None else {"logits_to_keep": kept}),
             )
             return outputs.logits, dict(tap.take().states)
 
@@ -158,6 +172,10 @@ class CompiledForward(Runner):
         self._order, self.layers = sorted(set(layers)), frozenset(layers)
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
+        self._keeps = mode == "kernels" and supports_logits_to_keep(model)
+        example = [tokens, tokens.clone(), start]
+        if self._keeps:
+            example.append(torch.arange(EXAMPLE_KEPT, device=tokens.device))
         step = _verify_step(model, self._order)
         kinds = (f"{name}_attention" for name in ("tree", "joined", "rotated"))
         attention = AttentionForms(*(getattr(torch.ops.hf_specdec, kind).default for kind in kinds))
@@ -167,24 +185,51 @@ class CompiledForward(Runner):
             with expert_products(model, num_tokens):
                 name = experts_name(self._config)
                 if name not in self._programs:
-                    self._programs[name] = make_program(
-                        step, tokens, tokens.clone(), start, mode=mode, attention=attention
-                    )
+                    self._programs[name] = make_program(step, *example, mode=mode, attention=attention)
         if mode == "cuda_graph" and not self._programs[name].num_fused:
             raise CaptureError("none of its small operations can be fused")
         self.copies_weights = self._programs[name].copies_weights
+        self._dtype = model.dtype if mode == "kernels" else None
+
+    @property
+    def reads_prompts(self) -> bool:  # type: ignore[override]
+        """See `Runner`."""
+        return self._dtype is not None and operations.reads_prompts(self._dtype)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
+        self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Runner`."""
+        """See `Runner`; with `kept` `[K]`, return the logits of these nodes only."""
         token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
-            logits, *states = self._programs[experts_name(self._config)](tokens, positions, start)
+            given = [tokens, positions, start]
+            if self._keeps:
+                given.append(torch.arange(tokens.shape[1], device=tokens.device) if kept is None else kept)
+            logits, *states = self._programs[experts_name(self._config)](*given)
         finally:
             _RUNNING.reset(token)
+        if kept is not None and not self._keeps:
+            logits = logits[:, kept]
         return logits, dict(zip(self._order, states, strict=True))
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, cache: TreeCache, padding: PromptPadding | None, layout: MaskLayout,
+        *, all_logits: bool,
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+        """See `Runner`; attention is that of a chain, which needs no mask of the whole text."""
+        names, parts = {name for name, *_ in layout.layers}, []
+        for begin in range(0, tokens.shape[1], READ_AT_ONCE):
+            some, start = tokens[:, begin : begin + READ_AT_ONCE], int(cache.get_seq_length())
+            count = some.shape[1]
+            masks = chain_masks(layout, start, count, padding)
+            first = tokens.new_zeros(len(tokens)) if padding is None else padding.left
+            context = AttentionContext(masks, frozenset(names - set(masks)), order=first[:, None])
+            kept = None if all_logits else torch.tensor([count - 1])
+            where = positions[:, begin : begin + READ_AT_ONCE].expand(some.shape)
+            parts.append(self(some, where, context, cache, kept=kept))
+        logits = torch.cat([logits for logits, _ in parts], dim=1) if all_logits else parts[-1][0]
+        return logits, {layer: torch.cat([states[layer] for _, states in parts], dim=1) for layer in self._order}
 
 
 _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("running", default=None)
@@ -202,7 +247,7 @@ def _append_and_attend(
 ) -> Tensor:
     """Append `[B, Hkv, N, *]` to a layer of the running forward's cache and attend `[B, H, N, D]`: `[B, N, H, Dv]`."""
     forward, cache = _running()
-    output = append_and_attend(cache, layer, query, key, value, forward.mask(kind), scaling)
+    output = append_and_attend(cache, layer, query, key, value, forward.mask(kind), scaling, forward.order)
     if output is not None:
         return output
     keys, values = cache.update(key, value, layer)
@@ -219,7 +264,9 @@ def _append_and_attend_joined(
         if entry.is_initialized and kernel_can_use(entry, joined.dtype):
             keys, values, begin = entry.reserve_slots(joined.shape[1])
             mask = forward.mask(kind)
-            return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scaling)
+            return operations.attend_joined(
+                joined, cos, sin, shared, keys, values, begin, mask, scaling, forward.order
+            )
     heads = joined.unflatten(-1, (-1, size)).transpose(1, 2)
     query, key, value = heads.split([heads.shape[1] - 2 * shared, shared, shared], dim=1)
     query, key = operations.rotary(query, cos, sin), operations.rotary(key, cos, sin)
@@ -283,7 +330,7 @@ class _TracedLayer(FixedLayer):
         return self.start
 
 
-def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
+def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[..., list[Tensor]]:
     """Return the function to trace, see `CompiledForward`."""
     config, device = text_config(model), execution_device(model)
     if attention_name(config) != "sdpa":
@@ -305,10 +352,10 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
     }
     forward, run = AttentionContext(masks, attend=attend), ModelForward(model, layers)
 
-    def step(tokens: Tensor, positions: Tensor, start: Tensor) -> list[Tensor]:
+    def step(tokens: Tensor, positions: Tensor, start: Tensor, *kept: Tensor) -> list[Tensor]:
         for layer in cache_layers:
             layer.start = start
-        logits, states = run(tokens, positions, forward, Cache(layers=cache_layers))
+        logits, states = run(tokens, positions, forward, Cache(layers=cache_layers), kept=kept[0] if kept else None)
         if attended != set(range(len(cache_layers))):
             raise CaptureError("some of its layers do not call transformers' attention function")
         return [logits, *(states[layer] for layer in layers)]

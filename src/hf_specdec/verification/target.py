@@ -243,18 +243,8 @@ class Target(ABC):
                 first = min(generation_config.prefill_chunk_size or width, width)
                 self._tap.choose(ChosenStates(window, valid, first))
         self._prompt_kwargs, self._prompt_length = dict(model_kwargs), input_ids.shape[1]
-        seen, thread = list[Tensor](), threading.local()
-        thread.is_own = True
-
-        def note_positions(_module: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
-            if hasattr(thread, "is_own") and isinstance(named.get("position_ids"), Tensor):
-                seen.append(named["position_ids"])
-
-        handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)
-        try:
-            outputs = prefill(self.model, input_ids, generation_config, dict(model_kwargs))
-        finally:
-            handle.remove()
+        self._inputs = _repeated_inputs(model_kwargs)
+        outputs, seen = self._read_prompt(input_ids, generation_config, dict(model_kwargs))
         # a prompt after a given cache may repeat the cache's tokens, which the mask always covers
         self._check_written(max(known + 1, width) if mask is None else mask.shape[1], outputs)
         self.cache.commit_all(outputs.logits.shape[0], width)
@@ -266,9 +256,25 @@ class Target(ABC):
         self.positions = Positions.of(positions, self.cache.start, input_ids.device)
         if self.padding is not None:
             self.padding = self.padding.extended_to(self.cache.start)
-        self._inputs = _repeated_inputs(model_kwargs)
         logits = outputs.logits if prompt_logits else outputs.logits[:, -1:]
         return Verified(logits, self._features(), *self._layers(outputs))
+
+    def _read_prompt(
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Run the model over the prompt; return its outputs and the position ids of each of its forwards."""
+        seen, thread = list[Tensor](), threading.local()
+        thread.is_own = True
+
+        def note_positions(_module: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+            if hasattr(thread, "is_own") and isinstance(named.get("position_ids"), Tensor):
+                seen.append(named["position_ids"])
+
+        handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)
+        try:
+            return prefill(self.model, input_ids, generation_config, model_kwargs), seen
+        finally:
+            handle.remove()
 
     def _check_written(self, num_tokens: int, outputs: Any = None) -> None:
         """Check that every layer of the cache holds at least `num_tokens`, committed or not.

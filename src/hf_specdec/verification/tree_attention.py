@@ -78,12 +78,14 @@ class AttentionContext:
         masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
         all_seen: Layer types whose mask is True everywhere.
         attend: Computes the attention instead, to trace a forward for compilation.
+        order: Logical order of the nodes for the CPU kernels, see `operations.attend`.
     """
 
     def __init__(
-        self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
-    ) -> None:
-        self.masks, self._all_seen = masks, all_seen
+        self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.masks, self._all_seen, self.order = masks, all_seen, order
         self._replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
@@ -156,8 +158,9 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
 
 
 def append_and_attend(
-    cache: Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
-) -> Tensor | None:
+    cache: Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None,
+    order: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Append to a layer of a cache and attend to it with the CPU kernel; return `[B, N, H, Dv]`.
 
     See `operations.attend` for the arguments. None, with the cache unchanged, if the kernel does not support these
@@ -169,7 +172,7 @@ def append_and_attend(
     if not kernel_can_use(entry, query.dtype):
         return None
     keys, values, begin = entry.reserve(key, value)
-    return operations.attend(query, key, value, keys, values, begin, mask, scale)
+    return operations.attend(query, key, value, keys, values, begin, mask, scale, order)
 
 
 def kernel_can_use(entry: TreeLayer, dtype: torch.dtype) -> bool:

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.accepted import Accepted
-from hf_specdec.transformers_private import updated_kwargs
+from hf_specdec.transformers_private import can_prefill_with, prefill, updated_kwargs
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features, PromptPadding
@@ -20,7 +20,7 @@ from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.step import Verified
-from hf_specdec.verification.target import Target
+from hf_specdec.verification.target import PREPARED_INPUTS, Target
 from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,43 @@ class TreeTarget(Target):
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
         return super().prefill(*inputs, **options)
+
+    def _read_prompt(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """See `Target`; the runner reads the prompt if it can, with the inputs that the model prepares."""
+        runner, seen = self.runner, list[torch.Tensor]()
+        positions = model_kwargs.get("position_ids")
+        if (
+            runner is None
+            or not runner.reads_prompts
+            or not can_prefill_with(self.model)
+            or self.bounds.switches
+            or model_kwargs.get("inputs_embeds") is not None
+            or positions is None
+            or positions.dim() != 2
+            or not self._can_use(runner, 1, 0)
+        ):
+            return super()._read_prompt(input_ids, generation_config, model_kwargs)
+        self.cache.begin_prompt([None] * len(self.cache.layers))
+
+        def read(**inputs: Any) -> CausalLMOutputWithPast:
+            found = {name for name, value in inputs.items() if isinstance(value, torch.Tensor | dict)}
+            if found - PREPARED_INPUTS or "position_ids" not in found:
+                self._note_unused(f"inputs that the model prepares: {', '.join(sorted(found))}")
+                self.cache.begin_prompt(layer_windows(text_config(self.model)))
+                return self.model(**inputs)
+            seen.append(inputs["position_ids"])
+            kept = inputs.get("logits_to_keep", 0)
+            logits, states = runner.read(
+                inputs["input_ids"], inputs["position_ids"], self.cache, self.padding, self._mask_layout,
+                all_logits=isinstance(kept, int) and kept == 0,
+            )  # fmt: skip
+            if self._tap is not None:
+                self._tap.keep(states)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
+
+        return prefill(self.model, input_ids, generation_config, model_kwargs, read), seen
 
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row, in place."""
@@ -195,8 +232,12 @@ class TreeTarget(Target):
             "another call's cache, or too wide a tree": not runner.can_run(num_nodes, self.cache),
         }
         found = ", ".join(name for name, present in obstacles.items() if present)
-        if found and not self._logged_unused:
-            name = type(self.model).__name__
-            logger.info("The compiled or captured forward of %s is not used (%s).", name, found)
-            self._logged_unused = True
+        if found:
+            self._note_unused(found)
         return not found
+
+    def _note_unused(self, reason: str) -> None:
+        if not self._logged_unused:
+            name = type(self.model).__name__
+            logger.info("The compiled or captured forward of %s is not used (%s).", name, reason)
+            self._logged_unused = True
