@@ -242,10 +242,12 @@ if len(sys.argv) > 1:  # as on macOS, but for the linker's option
     library.SYSTEM, library.SYSTEM_OPTIONS["darwin"] = "darwin", (["-fPIC"], ["-Xclang", "-fopenmp"])
     library.openmp_runtimes = lambda: {sys.argv[1]}
 x, weight = torch.randn(9, 200), torch.randn(3000, 200)
-expected, before = x @ weight.T, len(os.listdir("/proc/self/task"))
+library.load_library()
 torch.set_num_threads(3)
-torch.testing.assert_close(operations.linear(x, [weight], [None]), expected, atol=1e-4, rtol=1e-4)
-print(library.load_library()[1].has_threads(), len(os.listdir("/proc/self/task")) - before)"""
+before = os.listdir("/proc/self/task")
+found = operations.linear(x, [weight], [None])
+print(library.load_library()[1].has_threads(), len(os.listdir("/proc/self/task")) - len(before))
+torch.testing.assert_close(found, x @ weight.T, atol=1e-4, rtol=1e-4)"""
 LLVM_RUNTIME = next(Path("/usr/lib").glob("llvm-*/lib/libomp.so*"), None)
 
 
@@ -303,9 +305,9 @@ def test_windows_links_with_a_double_of_the_runtime(tmp_path: Path, monkeypatch:
     (tmp_path / "nothing.cpp").write_text(library.NOTHING)
     command, _ = compile_commands(target, SETS["avx2"], tmp_path / "k.so", has_threads=True)
     subprocess.run(command, check=True)
-    code = "int omp_get_thread_num(); int used;\nvoid f() {\n#pragma omp parallel\nused = omp_get_thread_num();\n}"
-    (tmp_path / "some.c").write_text(code)
-    options = ["-Xclang", "-fopenmp", "-shared", "-nostdlib", "-Wl,-noentry", "-Wl,-export:f", "some.c"]
+    code = 'extern "C" int omp_get_thread_num();\nvoid f() {\n#pragma omp parallel\nomp_get_thread_num();\n}'
+    (tmp_path / "some.cpp").write_text(code)
+    options = ["-Xclang", "-fopenmp", "-shared", "-nostdlib", "-Wl,-noentry", "-fno-exceptions", "some.cpp"]
     subprocess.run([*target, *options, "libiomp5md.lib", "-o", "some.dll"], cwd=tmp_path, check=True)
     content = (tmp_path / "some.dll").read_bytes()
     assert all(name in content for name in (b"libiomp5md.dll", b"__kmpc_fork_call", b"omp_get_thread_num"))

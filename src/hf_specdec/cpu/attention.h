@@ -121,7 +121,7 @@ static void score(const T *keys, long dim, long size, const Rows<Dot<T>> &q, uin
     // of 16 lanes, a quarter is (0 + 2) + (1 + 3), and all are (0 + 2) + (1 + 3) quarters; of 8, pairs of neighbours are added
     constexpr int order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
     for (long m = 0; m < q.rows; m += 4) {
-        const long some = std::min(4L, q.rows - m);
+        const long some = std::min<long>(4, q.rows - m);
         const float *x[4];
         for (long i = 0; i < 4; i++) x[i] = q.data + (m + std::min(i, some - 1)) * q.stride;
         for (long n = 0; n < size; n += 2 * LANES) {
@@ -224,8 +224,8 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
     const long most_chunks = (most_positions + CHUNK - 1) / CHUNK, space = CHUNK + (is_tree ? a.nodes + LANES : 0) + LANES;
     const long per_query = most_chunks * (dv + 2), per_thread = (a.dim + dv / CHUNK + 1) * CHUNK + 2 * LANES;
     const long fit = scratch_limit / (per_query + threads * space) / group;
-    const long most = std::max(1L, std::min({fit, a.nodes, MANY_NODES})), widest = most * group;
-    const long room = scratch_limit / (widest * per_query), some_pairs = std::max(1L, std::min(pairs, room));
+    const long most = std::max<long>(1, std::min({fit, a.nodes, MANY_NODES})), widest = most * group;
+    const long room = scratch_limit / (widest * per_query), some_pairs = std::max<long>(1, std::min(pairs, room));
     const long done = some_pairs * widest * per_query;
     const std::unique_ptr<float[]> memory(new float[done + threads * (widest * space + per_thread)]);
     float *const partial = memory.get();  // of each task and query: output, maximum, sum
@@ -252,8 +252,8 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
         for (long task = 0; task < here * chunks; task++) guard([&] {
             const long b = (first_pair + task / chunks) / a.shared, h = (first_pair + task / chunks) % a.shared;
             const long c = task % chunks, first = first_of(b), length = length_of(b);
-            const long slots = is_tree ? length : std::max(0L, length + new_end);  // without a tree, nodes are among them
-            Part part{first + c * CHUNK, std::max(0L, std::min(CHUNK, slots - c * CHUNK)), 0, 0, 0};
+            const long slots = is_tree ? length : std::max<long>(0, length + new_end);  // without a tree, nodes are among them
+            Part part{first + c * CHUNK, std::max<long>(0, std::min(CHUNK, slots - c * CHUNK)), 0, 0, 0};
             if (is_tree) {
                 long last = 0;
                 for (long n = a.nodes - 1; n >= 0; n--)
@@ -301,7 +301,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                 for (long n = 0; n < part.nodes; n++)
                     if (position_of(b, part.node + n) / CHUNK != c) p[part.place + n] = -INFINITY;
                 if (a.form == CHAIN)
-                    for (long n = std::max(0L, position_of(b, node) + 1 - c * CHUNK); n < part.size; n++) p[n] = -INFINITY;
+                    for (long n = std::max<long>(0, position_of(b, node) + 1 - c * CHUNK); n < part.size; n++) p[n] = -INFINITY;
                 Floats top = Floats{} - INFINITY, total = {};
                 for (long n = 0; n < end; n += LANES) {
                     const Floats z = floats(p + n) * a.scale;
@@ -324,7 +324,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             }
             const T *const v = row_values + part.from * dv, *const drafted = row_values + (a.begin + part.node) * dv;
             for (long m = 0; m < rows; m += 4) {
-                const long some = std::min(4L, rows - m);
+                const long some = std::min<long>(4, rows - m);
                 const float *p[4];
                 for (long i = 0; i < 4; i++) p[i] = &scores[(m + std::min(i, some - 1)) * space];
                 long d = 0;

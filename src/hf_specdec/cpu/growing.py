@@ -20,8 +20,8 @@ class _Sizes(ctypes.Structure):
     """`struct BlockTree` of blocks.h."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("rows", "depths", "size", "vocabulary", "rank", "kind")),
-        *((name, ctypes.c_long) for name in ("nodes", "steps", "width")), ("least", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("rows", "depths", "size", "vocabulary", "rank", "kind")),
+        *((name, ctypes.c_int64) for name in ("nodes", "steps", "width")), ("least", ctypes.c_float),
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ SOURCES = tuple(
 """The file to compile, and those that it includes."""
 FUNCTIONS = ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
 """Functions for tensors, see `operations.functions_for`; their names end with the bits of bfloat16 and float32."""
-CHOICES = ("choose_pairs",)
+CHOICES = ("choose_pairs", "choose_prefetch")
 """Functions that take 0 or 1 to choose how the library computes, or `MEASURE`, and return what it uses now."""
 MEASURE = -1
 """Argument of `CHOICES`: the faster way on this processor."""

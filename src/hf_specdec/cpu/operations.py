@@ -29,7 +29,7 @@ PROBE_COLUMNS = 64
 PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Maximum relative error of the kernel's products."""
 
-_Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
     "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
@@ -139,9 +139,9 @@ def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...]
     return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
-def reads_prompts(dtype: torch.dtype) -> bool:
-    """Whether prompts are read by the kernels: not in bfloat16 on processors whose matrix units torch uses (AMX)."""
-    return is_loaded() and (dtype == torch.float32 or "amx_bf16" not in processor_features())
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """Whether torch's products of many rows are faster: in bfloat16 on processors with matrix units (AMX)."""
+    return dtype == torch.bfloat16 and "amx_bf16" in processor_features()
 
 
 def product_error(weight: Tensor) -> float:

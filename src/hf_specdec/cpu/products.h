@@ -169,7 +169,7 @@ static void multiply_group(const typename D::W *w, long k, long size, const type
     static thread_local std::vector<float> kept;
     if (in_blocks && kept.size() < size_t(size * M * LANES)) kept.resize(size * M * LANES);
     float *const before = kept.data();
-    const long each = in_streams ? size / R : 1, tiles = size / R, share = ahead.lines / std::max(1L, blocks * tiles) + 1;
+    const long each = in_streams ? size / R : 1, tiles = size / R, share = ahead.lines / std::max<long>(1, blocks * tiles) + 1;
     for (long from = 0; from < k; from += block) {
         const long to = std::min(from + block, k);
         const bool is_last = to == k;
@@ -207,7 +207,7 @@ static void multiply_rows(const typename D::W *w, long k, long size, const typen
 // Rows of x in a group, if there are `rows` in all: as even as possible.
 static inline long group_size(long rows) {
     const long groups = (rows + MOST - 1) / MOST;
-    return (rows + groups - 1) / std::max(1L, groups);
+    return (rows + groups - 1) / std::max<long>(1, groups);
 }
 
 // z * sigmoid(u): SiLU with u = z (activation 1), or GELU in its tanh form (activation 2).
@@ -232,8 +232,8 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
     const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
     const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
     const bool in_streams = rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
-    const long fitting = std::max(12L, std::min(PANEL, PANEL_BYTES / long(k * sizeof(T)) / 12 * 12));
-    const long height = in_streams ? std::max(1L, last - first) : fitting, each = group_size(rows);
+    const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / long(k * sizeof(T)) / 12 * 12));
+    const long height = in_streams ? std::max<long>(1, last - first) : fitting, each = group_size(rows);
     const long space = (height + LANES - 1) / LANES * LANES + LANES;
     static thread_local std::vector<float> made;
     if (made.size() < size_t(2 * each * space)) made.resize(2 * each * space);
@@ -241,7 +241,7 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
     long base = 0;
     for (long i = 0; i < (activation ? 1 : count); base += sizes[i++]) {
         const long end = std::min(last - base, sizes[i]);
-        for (long n = std::max(first - base, 0L); n < end; n += height) {
+        for (long n = std::max<long>(first - base, 0); n < end; n += height) {
             const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * k * sizeof(T) / 64;
             for (long m = 0; m < rows; m += each) {
                 const long some = std::min(each, rows - m), offset = lines * m / rows, here = lines * (m + some) / rows - offset;

@@ -49,6 +49,13 @@ aten, kernels = torch.ops.aten, torch.ops.hf_specdec_cpu
 MAX_WEIGHTS = 4
 """Most weights of one step, as in steps.h."""
 _ACTIVATIONS = {"silu": SILU, "gelu": GELU_TANH}
+_PRODUCTS = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear, aten.convolution, aten._grouped_mm,
+    aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+}  # fmt: skip
+"""torch's products, which choose their sums by the number of rows."""
+_SCALAR_ENDS = {aten.silu, aten.gelu, aten.sigmoid, aten.softplus, aten.mish, aten.elu, aten.log_sigmoid_forward}
+"""Operations that torch computes with another exponential function where a thread's numbers do not fill a vector."""
 
 
 def record_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -81,6 +88,28 @@ def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return sum(is_call(node, kernels.linear.default) for node in graph.graph.nodes)
+
+
+def inexact_operations(graph: fx.GraphModule) -> list[str]:
+    """Return the names of operations in a graph from `use_kernels` whose results depend on the number of rows.
+
+    These are torch's products, except those of single numbers (positions times frequencies), and `_SCALAR_ENDS`.
+    """
+    return sorted({
+        str(node.target.name())
+        for node in graph.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and (
+            node.target.overloadpacket in _SCALAR_ENDS
+            or (node.target.overloadpacket in _PRODUCTS and not _multiplies_single_numbers(node))
+        )
+    })  # fmt: skip
+
+
+def _multiplies_single_numbers(node: Node) -> bool:
+    if node.target.overloadpacket not in (aten.mm, aten.bmm):
+        return False
+    return bool(statically_known_true(traced_value(node.args[0]).shape[-1] == 1))
 
 
 def call_functions(graph: fx.GraphModule) -> None:
@@ -176,7 +205,7 @@ def _join_products(graph: fx.Graph) -> None:
 
 # ----------------------------------------------------------------------------------------------- chains
 
-_Long, _Weights = ctypes.c_long, ctypes.c_long * MAX_WEIGHTS
+_Long, _Weights = ctypes.c_int64, ctypes.c_int64 * MAX_WEIGHTS
 
 
 class _StepFields(ctypes.Structure):

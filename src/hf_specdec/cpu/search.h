@@ -100,7 +100,7 @@ template <class T>
 static void find_best_corrected(const T *logits, const T *weights, const float *numbers, long rows, long group,
                                 long size, long stride, long rank, long count, float *log_probs, int64_t *ids,
                                 long threads) {
-    const long share = std::min(4L, (rows + threads - 1) / threads), parts = (rows + share - 1) / share;
+    const long share = std::min<long>(4, (rows + threads - 1) / threads), parts = (rows + share - 1) / share;
     Guard guard;
 #pragma omp parallel for num_threads(threads) if (parts > 1)
     for (long part = 0; part < parts; part++) guard([&] {

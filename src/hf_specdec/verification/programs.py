@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
-from hf_specdec.cpu.rewrite import call_functions, join_steps, record_product, use_kernels
-from hf_specdec.errors import CacheCapacityError
+from hf_specdec.cpu.rewrite import call_functions, inexact_operations, join_steps, record_product, use_kernels
+from hf_specdec.errors import CacheCapacityError, listed
 from hf_specdec.fusion.fused import (
     PRODUCT_ROWS,
     PRODUCT_TILES,
@@ -62,6 +62,7 @@ class Program:
     weights: tuple[Tensor, ...] = ()
     copies_weights: bool = False
     num_fused: int = 0  # fused operations in it
+    inexact: str = ""  # see `Runner`
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the results for inputs of any size."""
@@ -143,6 +144,7 @@ def make_program(
             weights = lift_weights(graph)
             if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
+            left = inexact_operations(graph)
             matrices = [weight for weight in weights if weight.dim() == 2]
             for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
                 if weight.dtype in DTYPES and weight.is_contiguous():
@@ -162,7 +164,7 @@ def make_program(
         raise
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
-    return Program(run, tuple(weights))
+    return Program(run, tuple(weights), inexact=f"torch computes {listed(left)} of it" if left else "")
 
 
 _CHOSEN: dict[Any, list[int]] = {}  # tables of joined products by kind: all programs of a process have the same
