@@ -23,9 +23,10 @@ from transformers import DynamicCache
 import drafters
 from fusing import attached, fusing, runners_of, verified
 from hf_specdec.fusion import fused, patterns
-from hf_specdec.fusion.fused import FUSING_DEVICES, PRODUCT_TILES, can_fuse
+from hf_specdec.fusion.fused import FUSING_DEVICES, PRODUCT_ROWS, PRODUCT_TILES, can_fuse
 from hf_specdec.heads.stages import captured_stages, stages_of
 from hf_specdec.verification import programs
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS
 from hf_specdec.verification.runners import CompiledForward, ModelForward
 from models import prompts
 
@@ -227,6 +228,7 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
     caplog.set_level(logging.DEBUG, "hf_specdec")
     graph, weights, tables = joined(FULL, times)
     choices = [choice for _, choice in TIMES.values()]
+    assert tuple(TIMES) == PRODUCT_ROWS == CAPTURED_WIDTHS
     assert tables == [choices] * 4
     assert asked == [{TORCH, FIRST_TILE, LAST_TILE}] * 2 * len(TIMES)
     assert {weight.data_ptr() for weight in weights} == {
