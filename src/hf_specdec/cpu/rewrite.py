@@ -1,6 +1,6 @@
 """Rewrite a traced forward so that products, RMSNorm, rotary embedding and gated products run as CPU kernels.
 
-Products are recorded as the operation `linear` while tracing (`RecordProducts`). Afterwards `use_kernels` finds the
+Products are recorded as the operation `linear` while tracing (`KernelProducts`). Afterwards `use_kernels` finds the
 other patterns (`fusion/patterns.py`) among the traced operations. Operations that match none do not change.
 
 `join_steps` then joins consecutive products and norms into chains, each of which is one call of the kernels. A call
@@ -59,20 +59,26 @@ _SCALAR_ENDS = {aten.silu, aten.gelu, aten.sigmoid, aten.softplus, aten.mish, at
 """Operations that torch computes with another exponential function where a thread's numbers do not fill a vector."""
 
 
-class RecordProducts(TorchFunctionMode):
-    """Mode that records `torch.nn.functional.linear` as the kernels' operation, if they support its inputs."""
+class KernelProducts(TorchFunctionMode):
+    """Mode in which the kernels compute `torch.nn.functional.linear`, if they support its inputs, without gradients.
 
-    def __init__(self) -> None:
+    Args:
+        recorded: Whether products are recorded as the traceable operation, for `use_kernels`.
+    """
+
+    def __init__(self, *, recorded: bool = False) -> None:
         super().__init__()
         define_operations()
+        self._multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             x, weight, bias = given["input"], given["weight"], given.get("bias")
-            if can_multiply(x, weight, bias):
-                return kernels.linear(x, [weight], [bias], NO_ACTIVATION)
+            needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            if not needs_gradient and can_multiply(x, weight, bias):
+                return self._multiply(x, [weight], [bias], NO_ACTIVATION)
         return func(*args, **kwargs)
 
 
