@@ -89,7 +89,7 @@ def test_norms_of_a_model_with_attention_of_its_own() -> None:
     def step(ids: Tensor) -> list[Tensor]:
         return [model(input_ids=ids, use_cache=False).logits]
 
-    graph = programs._traced(step, [ids], record=fused.record_linear)
+    graph = programs._traced(step, [ids], record=patterns.ReplaceProducts(fused.record_linear))
     weights = patterns.lift_weights(graph)
     assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4, "products": 2})
     for given in (ids, torch.arange(15).view(3, 5)):
@@ -214,7 +214,9 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
     def joined(dtype: torch.dtype, timer: Any) -> tuple[Any, list[Tensor], list[list[int]]]:
         for layer in layers:
             layer.to(dtype)
-        graph = programs._traced(step, [torch.randn(2, 7, 16, dtype=dtype)], record=fused.record_linear)
+        graph = programs._traced(
+            step, [torch.randn(2, 7, 16, dtype=dtype)], record=patterns.ReplaceProducts(fused.record_linear)
+        )
         weights = patterns.lift_weights(graph)
         assert fused.fuse_operations(graph) == {"products": 4}
         programs.choose_tiles(graph, weights, timer)

@@ -1,6 +1,6 @@
 """Rewrite a traced forward so that products, RMSNorm, rotary embedding and gated products run as CPU kernels.
 
-Products are recorded as the operation `linear` while tracing (`record_product`). Afterwards `use_kernels` finds the
+Products are recorded as the operation `linear` while tracing (`KernelProducts`). Afterwards `use_kernels` finds the
 other patterns (`fusion/patterns.py`) among the traced operations. Operations that match none do not change.
 
 `join_steps` then joins consecutive products and norms into chains, each of which is one call of the kernels. A call
@@ -33,6 +33,7 @@ from hf_specdec.cpu.operations import (
 )
 from hf_specdec.fusion.patterns import (
     Node,
+    ReplaceProducts,
     find_gated_products,
     find_norm,
     find_products_of_one,
@@ -58,10 +59,23 @@ _SCALAR_ENDS = {aten.silu, aten.gelu, aten.sigmoid, aten.softplus, aten.mish, at
 """Operations that torch computes with another exponential function where a thread's numbers do not fill a vector."""
 
 
-def record_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return a product by the operation `linear`, if the kernels support its inputs; see `RecordProducts`."""
-    define_operations()
-    return kernels.linear(x, [weight], [bias], NO_ACTIVATION) if can_multiply(x, weight, bias) else None
+class KernelProducts(ReplaceProducts):
+    """Mode in which the kernels compute `torch.nn.functional.linear`, if they support its inputs, without gradients.
+
+    Args:
+        recorded: Whether products are recorded as the traceable operation, for `use_kernels`.
+    """
+
+    def __init__(self, *, recorded: bool = False) -> None:
+        define_operations()
+        multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            supports = not needs_gradient and can_multiply(x, weight, bias)
+            return multiply(x, [weight], [bias], NO_ACTIVATION) if supports else None
+
+        super().__init__(product)
 
 
 def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
@@ -70,7 +84,6 @@ def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None)
     Its weights are inputs, see `lift_weights`. `attention` are two operations, see `_join_attention`; None if the
     graph has no attention that can be joined.
     """
-    define_operations()
     for node in list(graph.graph.nodes):
         if norm := find_norm(node, DTYPES):
             replace_call(norm.result, kernels.rms_norm.default, norm[1:])

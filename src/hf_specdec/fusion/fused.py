@@ -164,7 +164,7 @@ def _launch(name: str, *arguments: Any) -> Any:
 
 
 def record_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return a product by the operation `linear`, if it could be joined with others; see `RecordProducts`."""
+    """Return a product by the operation `linear`, if it could be joined with others; see `ReplaceProducts`."""
     define_fused()
     given = [x, weight] if bias is None else [x, weight, bias]
     plain = all(type(one) in (Tensor, nn.Parameter) and one.is_contiguous() for one in given[1:])

@@ -21,24 +21,24 @@ Node = Any
 """An `fx.Node`, or another argument of an operation: its arguments have too many types to name."""
 
 
-class RecordProducts(TorchFunctionMode):
-    """Mode that records `torch.nn.functional.linear` as another operation.
+class ReplaceProducts(TorchFunctionMode):
+    """Mode in which another function computes `torch.nn.functional.linear`.
 
     Args:
-        record: Returns the operation's result for x, weight and bias; None for inputs that it does not support.
+        multiply: Returns the product of x, weight and bias; None for inputs that it does not support.
     """
 
-    def __init__(self, record: Callable[[Tensor, Tensor, Tensor | None], Tensor | None]) -> None:
+    def __init__(self, multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor | None]) -> None:
         super().__init__()
-        self._record = record
+        self._multiply = multiply
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            recorded = self._record(given["input"], given["weight"], given.get("bias"))
-            if recorded is not None:
-                return recorded
+            product = self._multiply(given["input"], given["weight"], given.get("bias"))
+            if product is not None:
+                return product
         return func(*args, **kwargs)
 
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
+from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
-from hf_specdec.cpu.rewrite import call_functions, inexact_operations, join_steps, record_product, use_kernels
+from hf_specdec.cpu.rewrite import KernelProducts, call_functions, inexact_operations, join_steps, use_kernels
 from hf_specdec.errors import CacheCapacityError, listed
 from hf_specdec.fusion.fused import (
     PRODUCT_ROWS,
@@ -33,7 +34,7 @@ from hf_specdec.fusion.fused import (
     fused,
     record_linear,
 )
-from hf_specdec.fusion.patterns import RecordProducts, is_call, lift_weights
+from hf_specdec.fusion.patterns import ReplaceProducts, is_call, lift_weights
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS, GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.tree_attention import calls_kernel_directly, is_correct, trial_numbers
@@ -101,6 +102,18 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return supports_kernels(device, dtype) and load_or_none() is not None
 
 
+def faster_products(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return a context in which the kernels compute a model's products without gradients, where torch is far slower.
+
+    That is in bfloat16 on processors without instructions for it: torch takes four to ten times as long. The kernels
+    are not compiled for this: until they are, the context changes nothing.
+    """
+    if model.dtype != torch.bfloat16 or any(one.device.type != "cpu" for one in model.parameters()):
+        return nullcontext()
+    has_instructions = not loads_at_once() or load_or_none() is None or load_library()[0].name.endswith("bf16")
+    return nullcontext() if has_instructions else KernelProducts()
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast is off: programs are made for calls outside of it."""
     enabled = torch.is_autocast_enabled(device.type)
@@ -128,19 +141,19 @@ def make_program(
     try:
         with persistent_tensors():
             if mode == "cuda_graph":
-                graph = _traced(step, inputs, record=record_linear)
+                graph = _traced(step, inputs, record=ReplaceProducts(record_linear))
                 weights = lift_weights(graph)
-                fused = fuse_operations(graph, attention and (attention.separate, attention.rotated))
-                logger.debug("Fused operations of a program: %s.", dict(fused))
+                found = fuse_operations(graph, attention and (attention.separate, attention.rotated))
+                logger.debug("Fused operations of a program: %s.", dict(found))
                 if calls_kernel_directly(device):
                     choose_tiles(graph, weights, GRAPH_BACKENDS[device.type](device).median_times)
-                return Program(graph.forward, tuple(weights), num_fused=fused.total())
+                return Program(graph.forward, tuple(weights), num_fused=found.total())
             if not on_cpu or not has_kernels(device, torch.float32):
                 graph = _traced(step, inputs)
                 options = PACKING_OPTIONS if on_cpu else ACCELERATOR_OPTIONS
                 compiled: Any = torch._inductor.compile(graph, _sizes(graph), options=options)
                 return Program(compiled, copies_weights=on_cpu)
-            graph = _traced(step, inputs, record=record_product)
+            graph = _traced(step, inputs, record=KernelProducts(recorded=True))
             weights = lift_weights(graph)
             if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
@@ -237,9 +250,9 @@ def _fastest_tile(layers: Sequence[Any], activation: str, rows: int, times: Time
 
 
 def _traced(
-    step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: Callable[..., Tensor | None] | None = None
+    step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: ReplaceProducts | None = None
 ) -> fx.GraphModule:
-    with nullcontext() if record is None else RecordProducts(record):
+    with record or nullcontext():
         graph: fx.GraphModule = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for node in graph.graph.nodes:
         node.type = None  # inductor's cache cannot store annotations that are strings
