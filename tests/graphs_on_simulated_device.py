@@ -23,7 +23,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import drafters
 import zoo
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import QueryStats, Width
@@ -36,6 +36,7 @@ from hf_specdec.generation import model_programs
 from hf_specdec.generation.state import current_costs, current_facts
 from hf_specdec.heads import stages
 from hf_specdec.verification import device_attention, graph_backends, graphs, memory, programs, runners
+from hf_specdec.verification.captured import GraphForward
 from hf_specdec.verification.device_attention import VisibleKeys, attend_exactly
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURE_AFTER
@@ -1066,3 +1067,74 @@ def test_a_model_that_reads_its_masks_keeps_them(
     assert "attend with masks: without them, checking it against the model failed" in caplog.text
     assert runner_of(model).has_masks
     assert runner_of(model).captured_keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_exact_calls_run_one_graph_in_plain_steps_and_with_drafts(
+    name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that end early stay; prompts are read alike; what other calls have captured or grown does not matter."""
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    model: Any = attached(name).to(dtype)
+    shapes, verify = list[Any](), GraphForward.verify
+
+    def noting(self: Any, inputs: Any, cache: Any) -> Any:
+        shapes.append((inputs.tree.num_nodes, len(inputs.tree.tokens), inputs.width))
+        return verify(self, inputs, cache)
+
+    exact, options = {"exact": True}, {"max_new_tokens": 40}
+    plain = generate(model, rows, {"method": "plain", **exact}, **options)
+    monkeypatch.setattr(model_programs, "_check", lambda *_: None)  # its forwards have other shapes
+    monkeypatch.setattr(GraphForward, "verify", noting)
+    end = {"eos_token_id": plain[0][21 + 30], "pad_token_id": 0, **options}
+    short = generate(model, rows, {"method": "plain", **exact}, **end)
+    for row in ("sometimes", "eagle3", "prompt_lookup", "token_recycling", "auto"):
+        config = {"method": row}
+        if row in drafters.BY_NAME:
+            config = drafters.BY_NAME[row].add(model, torch.tensor(plain)[:, 21:])
+        for fields in ({}, {"num_draft_tokens": 16} if row != "sometimes" else {}):
+            del shapes[:]
+            assert generate(model, rows, {**config, **exact, **fields}, **options) == plain, row
+            assert max(nodes for nodes, *_ in shapes) <= 8
+            assert {shape[1:] for shape in shapes} == {(rows, 8)}
+            assert runner_of(model).captured_keys() == [(rows, 8, "exact")]
+        assert generate(model, rows, {**config, **exact}, **end) == short
+    generate(model, rows, "auto", max_new_tokens=150)  # more memory, and other graphs
+    assert len(runner_of(model).captured_keys()) >= 1
+    assert generate(model, rows, {"method": "plain", **exact}, **options) == plain
+
+
+@pytest.mark.parametrize("drafter", ["sometimes", "always", "token_recycling"])
+def test_the_logits_of_exact_calls_are_those_of_plain_decoding(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    model: Any = attached().to(torch.bfloat16)
+    ids, exact = move_ids(prompts(1)[0]), {"exact": True, "compile": "cuda_graph"}
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(ids, speculative={"method": "plain", **exact}, **options)
+    config = drafters.BY_NAME[drafter].add(model, plain.sequences.raw[:, 21:])
+    found = model.generate(ids, speculative={**config, **exact}, **options)
+    assert found.speculation.mean_accepted_length > 1
+    assert all(torch.equal(one.raw, other.raw) for one, other in zip(found.logits, plain.logits, strict=True))
+
+
+def test_what_graphs_cannot_keep_exact_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": "prompt_lookup", "exact": True}
+    with pytest.raises(UnsupportedGenerationError, match="graphs of it attend with masks"):
+        generate(llama, 1, config)
+    monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    llama.release_memory()
+    plain = generate(llama, 1, config)
+    llama.warmup(config, prompt_length=21)
+    for fields, message in (
+        ({"max_cache_length": 90}, "or `max_cache_length` replaces"), ({"compile": "inductor"}, "compile='inductor'"),
+        ({"compile": "kernels"}, "runs on a CPU"),
+    ):  # fmt: skip
+        with pytest.raises(SpeculativeDecodingError, match=message):
+            generate(llama, 1, {**config, **fields})
+    taken = runner_of(llama).new_cache((None,), 0, 8)  # what another thread's call would hold
+    with pytest.raises(UnsupportedGenerationError, match="which another call uses"):
+        generate(llama, 1, config)
+    del taken
+    assert generate(llama, 1, config) == plain

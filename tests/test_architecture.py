@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 993, "checkpoints": 3040, "cli": 2524, "control": 1086, "cpu": 1231,
-    "drafters": 5965, "fusion": 561, "generation": 3090, "heads": 2792, "reporting": 375, "training": 4242,
-    "trees": 681, "verification": 5166, "viz": 996,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1260,
+    "drafters": 5998, "fusion": 561, "generation": 3229, "heads": 2792, "reporting": 375, "training": 4242,
+    "trees": 681, "verification": 5208, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1394

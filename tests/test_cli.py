@@ -261,7 +261,7 @@ bench --model MODEL --prompts EMPTY/other.jsonl | line 2 has no prompt: {'answer
 bench --model MODEL --prompts /nowhere.jsonl | cannot be read: No such file or directory.
 bench --model MODEL --prompts PROMPTS --methods ' ,' | no method. Available: plain, transformers_prompt_lookup,
 bench --model MODEL --prompts PROMPTS --methods auto+kernel | Did you mean +kernels?
-bench --model MODEL --prompts PROMPTS --methods plain+kernels | is a method of transformers
+bench --model MODEL --prompts PROMPTS --methods plain_static_compiled+kernels | is a method of transformers
 bench --json | --json needs a value, such as --json results.json.
 bench --rounds | --rounds needs a value.
 inspect /nowhere | The head '/nowhere' cannot be loaded: there is no such directory.

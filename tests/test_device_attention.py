@@ -235,6 +235,34 @@ def test_kernels_with_bounded_scores_and_sinks(kind: LayerKind, softcap: float, 
 
 
 @in_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("interpreter")
+def test_kernels_that_split_keys_at_fixed_places_give_the_same_bits(kind: LayerKind, dtype: torch.dtype) -> None:
+    """A node of a chain, and the step of plain decoding at its place, over memory of other sizes; padded alike."""
+    query, key, value = (draw(1, heads, 900, 16, seed=heads, dtype=dtype) for heads in (6, 2, 2))
+    valid, left = torch.arange(900)[None] > 2, torch.tensor([3])
+    chain, differ = torch.arange(8)[None] - 1, False
+
+    def attend(parents: Tensor, length: int, slots: int, *, fixed: bool) -> Tensor:
+        ancestors = TokenTree(parents, parents).ancestor_mask()
+        places = torch.tensor([length]), length + torch.arange(8), valid[:, :slots], left
+        visible = visible_in_tree(layout_of(kind), ancestors, *places, fixed=fixed)["layer"]
+        queries = query[:, :, length : length + 8]
+        return attend_in_parts(queries, key[:, :, :slots], value[:, :, :slots], visible, 0.25, 0.0, None, 12)[0]
+
+    for length in (9, 30, 60, 123, 250, 387):
+        found = attend(chain, length, 400, fixed=True)
+        others = attend(chain, length, 400, fixed=False)
+        for node in range(8):
+            for slots in (400, 900):
+                plain = torch.full((1, 8), -1)
+                assert torch.equal(attend(plain, length + node, slots, fixed=True)[0], found[node]), (length, node)
+                differ |= not torch.equal(attend(plain, length + node, slots, fixed=False)[0], others[node])
+    assert differ or dtype == torch.bfloat16, "this test could not fail"
+
+
+@in_interpreter
 @pytest.mark.parametrize("length", [1, 15, 63, 64, 65, 127, 128, 129, 255, 256, 257])
 @pytest.mark.usefixtures("interpreter")
 def test_kernels_across_the_boundaries_of_tiles_and_parts(length: int) -> None:

@@ -34,7 +34,7 @@ ExecutionMode = Literal["inductor", "cuda_graph", "kernels"]
 
 COMPILE_ALIASES: dict[bool | str, Compile] = {True: "inductor", "compile": "inductor", False: "none"}
 
-AUTO, HYBRID = "auto", "hybrid"
+AUTO, HYBRID, PLAIN = "auto", "hybrid", "plain"
 COMBINED = (AUTO, HYBRID)
 """Methods that combine several drafters."""
 
@@ -50,6 +50,7 @@ MAX_HISTORY_NAME = 4000
 
 _FRACTION = Rule("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1)
 _FINITE = Rule("a finite number", is_number)
+_BOOL = Rule("True or False", lambda value: isinstance(value, bool))
 
 
 def _are_tiers(value: Any) -> bool:
@@ -147,10 +148,9 @@ class SpeculativeConfig(ConfigFields):
             draft pays; only the first loaded drafter if `tree` is given), `"hybrid"` (merged as well), or one method:
             `"prompt_lookup"` (or `"ngram"`), `"token_recycling"`, `"draft_model"`, `"pard"`, `"eagle"`, `"dflash"`,
             `"mtp"`, `"medusa"`; experimental: `"last_logits"`, `"lookahead"`, `"early_exit"`. Also the name of a
-            drafter of yours.
+            drafter of yours, or `"plain"`: no drafts, only this package's forwards (`compile`).
         num_steps: Maximum depth of the drafted tree below the root, 1 to 4096.
-        top_k: Children per expanded node of the tree, 1 to 4096. Unrelated to the sampling parameter `top_k` of
-            `generate()`.
+        top_k: Children per expanded node of the tree, 1 to 4096; not the sampling parameter of `generate()`.
         num_draft_tokens: Maximum nodes verified per step, 1 to 4096. Counts the root, the token emitted last, as
             SGLang's `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens`
             does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
@@ -170,11 +170,9 @@ class SpeculativeConfig(ConfigFields):
             CPU kernels, `"inductor"` (or True, or `"compile"`) compiled by torch.compile's inductor, `"cuda_graph"` as
             captured graphs, `"auto"` as graphs if the device can capture them, on a CPU with the kernels as soon as
             that pays, else eagerly.
-        max_cache_length: Slots of the KV cache, allocated at once. None: as many as the text needs, reallocated as it
-            grows.
-        methods: Names of the methods or drafters that `"hybrid"` and `"auto"` merge, such as
-            `["eagle", "prompt_lookup"]`: any of the above except `"hybrid"` and `"auto"`. None: all loaded drafters,
-            prompt lookup and token recycling.
+        max_cache_length: Slots of the KV cache, allocated at once. None: as many as the text needs.
+        methods: Names of the single methods or drafters that `"hybrid"` and `"auto"` merge, such as
+            `["eagle", "prompt_lookup"]`. None: all loaded drafters, prompt lookup and token recycling.
         trace: Record every step in `stats.trace`, for the plots of `hf_specdec.viz`.
         history: Earlier answers of this model as another source of drafts, for `"auto"` and `"hybrid"`; None uses and
             stores none. True: one history for all calls. A name (such as `"user-42"`): the history of that name, which
@@ -184,8 +182,9 @@ class SpeculativeConfig(ConfigFields):
         draft_window: Last tokens of the text that an EAGLE, MTP or block head attends to, in addition to the first
             four; up to half as many more between two cuts of its cache. None: the length of the texts that the head
             was trained on, if that is known, otherwise all. Refused if no part of the method has such a head.
-        eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,
-            unrelated to the sampling parameter.
+        exact: Greedy ids, and for one row those sampled with the same seed, are those of `"plain"` with the same
+            `compile`, in bfloat16 as well; `"auto"` means kernels or graphs. Other calls raise, see docs/exactness.md.
+        eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`.
 
     Example:
         ```python
@@ -210,10 +209,11 @@ class SpeculativeConfig(ConfigFields):
         "compile": one_of(*get_args(Compile)),
         "max_cache_length": optional(integer(1, MAX_SLOTS)),
         "methods": optional(Rule("a list of different method names", _are_methods)),
-        "trace": Rule("True or False", lambda value: isinstance(value, bool)),
+        "trace": _BOOL,
         "history": optional(Rule(f"True, False, a name of at most {MAX_HISTORY_NAME} characters, a list of one name "
                                  "per row", _is_history)),
         "draft_window": optional(integer(1, MAX_SLOTS)),
+        "exact": _BOOL,
     }  # fmt: skip
 
     method: str = "auto"
@@ -231,6 +231,7 @@ class SpeculativeConfig(ConfigFields):
     trace: bool = False
     history: bool | str | list[str] | tuple[str, ...] | None = None  # names are stored as a tuple; False as None
     draft_window: int | None = None
+    exact: bool = False
     if TYPE_CHECKING:
         eagle_topk: int | None = None  # an argument, see `aliases`
     else:
@@ -240,8 +241,8 @@ class SpeculativeConfig(ConfigFields):
         if isinstance(self.compile, bool | str):
             object.__setattr__(self, "compile", COMPILE_ALIASES.get(self.compile, self.compile))
         for name in ("methods", "history"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         if self.history is False:
             object.__setattr__(self, "history", None)
         if isinstance(self.tree, list | tuple):
@@ -260,11 +261,10 @@ class SpeculativeConfig(ConfigFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-serialisable values; omit those added later if they have their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("trace", "methods", "history", "draft_window"):
+        for name in ("trace", "methods", "history", "draft_window", "exact"):
             if not values[name]:
                 del values[name]
-        for name in ("methods", "history"):
-            if isinstance(values.get(name), tuple):
+            elif isinstance(values[name], tuple):
                 values[name] = list(values[name])
         if isinstance(self.tree, tuple):
             values["tree"] = [list(path) for path in self.tree]

@@ -1,7 +1,7 @@
 """Names of the benchmarked methods, and the arguments of `generate()` that select them.
 
 `PEERS` are methods of transformers, plain decoding included; other names are values of `speculative=`, with or without
-one of `SUFFIXES`.
+one of `SUFFIXES`. With a suffix, `plain` is this package's plain decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import CompileConfig
 
+from hf_specdec.config import PLAIN
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.transformers_private import compile_on_all_devices
 from hf_specdec.validation import nearest
@@ -19,7 +20,7 @@ from hf_specdec.validation import nearest
 ASSISTED, COMPILED = "transformers_assisted", "plain_static_compiled"
 
 PEERS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    PLAIN: {},
     "transformers_prompt_lookup": {"prompt_lookup_num_tokens": 10},
     ASSISTED: {},  # `call_options` adds the assistant
     COMPILED: {"cache_implementation": "static"},  # `call_options` adds the rest
@@ -50,7 +51,7 @@ def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
     """
     for method in methods:
         base, mode = split_method(method)
-        if base in PEERS and mode is not None:
+        if base in PEERS and mode is not None and base != PLAIN:
             raise InvalidConfigError(
                 f"{method}: {base} is a method of transformers, which `compile` does not change.", f"Give {base}."
             )

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 METHODS_HELP = (
     f"Comma-separated names; plain is always measured. Of this package: draft_model (needs --assistant), {METHODS}. "
-    "Append +kernels, +inductor, +cuda_graph or +none for that value of `compile`. From transformers: "
+    "Append +kernels, +inductor, +cuda_graph or +none for that value of `compile` (plain is transformers' generate(), "
+    "plain+kernels this package's). From transformers: "
     "transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), "
     "plain_static_compiled (static cache, forward compiled before the timing)."
 )

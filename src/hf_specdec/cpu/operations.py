@@ -139,9 +139,9 @@ def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...]
     return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
-def reads_prompts(dtype: torch.dtype) -> bool:
-    """Whether prompts are read by the kernels: not in bfloat16 on processors whose matrix units torch uses (AMX)."""
-    return is_loaded() and (dtype == torch.float32 or "amx_bf16" not in processor_features())
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """Whether torch's products of many rows are faster: in bfloat16 on processors with matrix units (AMX)."""
+    return dtype == torch.bfloat16 and "amx_bf16" in processor_features()
 
 
 def product_error(weight: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Rewrite a traced forward so that products, RMSNorm, rotary embedding and gated products run as CPU kernels.
 
-Products are recorded as the operation `linear` while tracing (`RecordProducts`). Afterwards `use_kernels` finds the
+Products are recorded as the operation `linear` while tracing (`KernelProducts`). Afterwards `use_kernels` finds the
 other patterns (`fusion/patterns.py`) among the traced operations. Operations that match none do not change.
 
 `join_steps` then joins consecutive products and norms into chains, each of which is one call of the kernels. A call
@@ -50,22 +50,35 @@ aten, kernels = torch.ops.aten, torch.ops.hf_specdec_cpu
 MAX_WEIGHTS = 4
 """Most weights of one step, as in steps.h."""
 _ACTIVATIONS = {"silu": SILU, "gelu": GELU_TANH}
+_PRODUCTS = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear, aten.convolution, aten._grouped_mm,
+    aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+}  # fmt: skip
+"""torch's products, which choose their sums by the number of rows."""
+_SCALAR_ENDS = {aten.silu, aten.gelu, aten.sigmoid, aten.softplus, aten.mish, aten.elu, aten.log_sigmoid_forward}
+"""Operations that torch computes with another exponential function where a thread's numbers do not fill a vector."""
 
 
-class RecordProducts(TorchFunctionMode):
-    """Mode that records `torch.nn.functional.linear` as the kernels' operation, if they support its inputs."""
+class KernelProducts(TorchFunctionMode):
+    """Mode in which the kernels compute `torch.nn.functional.linear`, if they support its inputs, without gradients.
 
-    def __init__(self) -> None:
+    Args:
+        recorded: Whether products are recorded as the traceable operation, for `use_kernels`.
+    """
+
+    def __init__(self, *, recorded: bool = False) -> None:
         super().__init__()
         define_operations()
+        self._multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             x, weight, bias = given["input"], given["weight"], given.get("bias")
-            if can_multiply(x, weight, bias):
-                return kernels.linear(x, [weight], [bias], NO_ACTIVATION)
+            needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            if not needs_gradient and can_multiply(x, weight, bias):
+                return self._multiply(x, [weight], [bias], NO_ACTIVATION)
         return func(*args, **kwargs)
 
 
@@ -92,6 +105,28 @@ def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return sum(is_call(node, kernels.linear.default) for node in graph.graph.nodes)
+
+
+def inexact_operations(graph: fx.GraphModule) -> list[str]:
+    """Return the names of operations in a graph from `use_kernels` whose results depend on the number of rows.
+
+    These are torch's products, except those of single numbers (positions times frequencies), and `_SCALAR_ENDS`.
+    """
+    return sorted({
+        str(node.target.name())
+        for node in graph.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and (
+            node.target.overloadpacket in _SCALAR_ENDS
+            or (node.target.overloadpacket in _PRODUCTS and not _multiplies_single_numbers(node))
+        )
+    })  # fmt: skip
+
+
+def _multiplies_single_numbers(node: Node) -> bool:
+    if node.target.overloadpacket not in (aten.mm, aten.bmm):
+        return False
+    return bool(statically_known_true(traced_value(node.args[0]).shape[-1] == 1))
 
 
 def call_functions(graph: fx.GraphModule) -> None:

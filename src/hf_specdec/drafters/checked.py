@@ -101,7 +101,8 @@ def checked_limits(drafter: Drafter, config: SpeculativeConfig, part: str | None
             method = config.method if drafter.is_combined else drafter.method
             reason = f", because its tree follows from {drafter.tree_from}" if drafter.tree_from else ""
             raise InvalidConfigError(
-                f"{method!r} does not take {name}={value!r}{reason}.", f"It takes {', '.join(drafter.accepts)}."
+                f"{method!r} does not take {name}={value!r}{reason}.",
+                f"It takes {', '.join(drafter.accepts) or 'none of these fields'}.",
             )
     if not is_third_party(drafter):
         return drafter.limits(config)

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Stopwatch
-from hf_specdec.config import AUTO, COMBINED, HYBRID, SpeculativeConfig
+from hf_specdec.config import AUTO, COMBINED, HYBRID, PLAIN, SpeculativeConfig
 from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, QueryStats, Width
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
-from hf_specdec.drafters.registry import FREE, HISTORY, method_named, methods
+from hf_specdec.drafters.registry import FREE, HISTORY, RESERVED, method_named, methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.features import Window
 from hf_specdec.verification.memory import one_time_work, persistent_tensors
 from hf_specdec.verification.step import Step
@@ -151,6 +151,30 @@ def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> Specula
     return wide
 
 
+class PlainDrafter(Drafter):
+    """Drafts nothing: plain decoding, by the forwards and the loop that drafts are verified with."""
+
+    method = PLAIN
+    accepts = ()
+    tree_from = "plain decoding: it is the last token alone"
+    defaults = PLAIN_STEP
+
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """Return a session that drafts nothing."""
+        return _PlainSession(context.roots)
+
+
+class _PlainSession(DraftSession):
+    def __init__(self, roots: Tensor) -> None:
+        self._roots = roots
+
+    def propose(self, budget: Budget) -> Draft:
+        return Draft.plain(self._roots)
+
+    def observe(self, step: Step) -> None:
+        self._roots = step.acceptance.next_token
+
+
 def choose_drafter(
     config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
     learned: LearnedStats, history: Drafter | None = None,
@@ -160,6 +184,7 @@ def choose_drafter(
     Args:
         config: Its `method` names a registered drafter, a method, or several of them merged (`"auto"`, `"hybrid"`).
             `"auto"` with a `tree` uses the first loaded drafter alone, if any: a tree belongs to one drafter.
+            `"plain"` drafts nothing.
         model: The target.
         registered: Drafters of the model by name.
         made: Drafters made earlier for methods without a head, by method; new ones are added.
@@ -192,14 +217,18 @@ def choose_drafter(
         other = f"a drafter that is called {HISTORY!r}" if HISTORY in registered else f"a drafter called {name!r}"
         cause = f"tree={config.tree!r}" if config.tree is not None else other
         raise InvalidConfigError(f"`history` cannot be combined with {cause}.", "Drop one of them.")
+    if name == PLAIN:
+        return PlainDrafter()
     if name not in COMBINED or name in registered:
         return single(name)
     loaded = [own for own, drafter in registered.items() if not drafter.is_combined]
     if name == AUTO and config.tree is not None and loaded:  # a given tree belongs to one drafter
         return single(loaded[0])
     names = config.methods or dict.fromkeys((*loaded, *FREE))
-    if any(part in COMBINED or (part in registered and registered[part].is_combined) for part in names):
-        raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
+    if any(part in RESERVED or (part in registered and registered[part].is_combined) for part in names):
+        raise InvalidConfigError(
+            f"`methods` must name single methods that draft, got {list(names)}.", "Leave merged ones and 'plain' out."
+        )
     parts = {part: single(part) for part in names}
     return HybridDrafter(parts if history is None else {**parts, HISTORY: history}, learned)
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec import drafters
-from hf_specdec.config import AUTO, COMBINED, ENTRY_POINTS
+from hf_specdec.config import AUTO, COMBINED, ENTRY_POINTS, HYBRID, PLAIN
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.validation import unknown_method
@@ -61,6 +61,9 @@ _METHODS: dict[str, Method] = {}
 
 HISTORY = "history"
 """Name of the part of merged drafters that drafts from earlier answers, if the config sets `history`."""
+
+RESERVED = (*COMBINED, PLAIN)
+"""Values of `method` that are in no registry."""
 
 FREE = ("prompt_lookup", "token_recycling")
 """Methods that `"auto"` and `"hybrid"` merge with the loaded drafters, because they cost almost nothing."""
@@ -104,8 +107,8 @@ def register_drafter(
         The method.
 
     Raises:
-        InvalidConfigError: `make` cannot be called, a name is `"auto"`, `"hybrid"` or another method's, or a head
-            belongs to another method.
+        InvalidConfigError: `make` cannot be called, a name is `"auto"`, `"hybrid"`, `"plain"` or another method's, or
+            a head belongs to another method.
     """
     if not callable(make):
         kind = type(make).__name__
@@ -119,7 +122,7 @@ def register_drafter(
 
 def _add(method: Method) -> Method:
     for name in (method.name, *method.aliases):
-        if name in COMBINED or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
+        if name in RESERVED or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
             raise _taken(name)
     for head in method.heads:
         if any(head in row.heads for row in _METHODS.values()):
@@ -165,16 +168,16 @@ def check_drafter_name(name: str, own: Collection[str]) -> None:
     """
     rows = methods()
     method = next((row.name for row in rows.values() if name in row.aliases), name)
-    if method == AUTO or (method not in own and method in (*COMBINED, *rows)):
+    if method in (AUTO, PLAIN) or (method not in own and method in (HYBRID, *rows)):
         raise _taken(name)
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """Resolve an alias to its method; return other names (of methods, drafters, `"auto"`, `"hybrid"`) as they are."""
+    """Resolve an alias to its method; return other names (of methods, drafters, `"auto"`, ...) as they are."""
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
     method = aliases.get(name, name)
-    available = {*COMBINED, *rows, *registered}
+    available = {*RESERVED, *rows, *registered}
     if method in available:
         return method
     raise unknown_method(name, sorted(available))

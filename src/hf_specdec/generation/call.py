@@ -55,10 +55,11 @@ from hf_specdec.reporting.stats import EAGER
 from hf_specdec.transformers_private import has_unfinished, pad_token_id
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.graphs import CAPTURE_AFTER
+from hf_specdec.verification.graphs import CAPTURE_AFTER, EXACT_WIDTH
 from hf_specdec.verification.memory import ANSWER_SLOTS, bucket_of
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.programs import CaptureError
 from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.trials import NO_TOKEN, ordinary_tokens
@@ -113,6 +114,7 @@ class Call:
     layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
     runner: Runner | None = None  # verifies instead of the model's own forward
     forwards: str = EAGER  # how verify forwards run, see `SpeculationStats.forwards`
+    width: int = 0  # see `Target.width`
     target: Target = field(init=False)
     controller: Controller = field(init=False)
     text: Transcript = field(init=False)
@@ -127,18 +129,29 @@ class Call:
         """Use compiled or captured forwards, as the config specifies and as far as they are possible.
 
         `compile="auto"` uses graphs, which are captured during generation, if the device supports them, and the
-        kernels on a CPU as soon as `kernels_pay`; it never uses inductor, which takes longer to compile.
+        kernels on a CPU as soon as `kernels_pay`, or at once if the call is exact; it never uses inductor, which takes
+        longer to compile.
         """
         mode: Any = self.config.compile
+        exact = self.config.exact
         has_graphs = execution_device(self.model).type in GRAPH_BACKENDS
         if mode == "auto" and has_graphs:
             mode = "cuda_graph"
-        elif mode == "auto" and kernels_pay(self.model, new_tokens, waits=waits):
+        elif mode == "auto" and (exact or kernels_pay(self.model, new_tokens, waits=waits)):
             mode = "kernels"
         if mode in ("none", "auto"):
             return
         layers, requested = frozenset(self.drafter.needs.feature_layers), self.config.compile != "auto"
-        self.runner = current_program(self.model, self.facts, layers, mode, requested=requested)
+        try:
+            self.runner = current_program(self.model, self.facts, layers, mode, requested=requested, required=exact)
+            if exact and self.runner is not None and self.runner.inexact:
+                raise CaptureError(self.runner.inexact)
+        except CaptureError as error:
+            raise UnsupportedGenerationError(
+                f"exact=True needs a program with the CPU kernels or graphs, and the forward of "
+                f"{type(self.model).__name__} has none that is exact: {error}.",
+                "Drop `exact`.",
+            ) from error
         self.drafter = compiled_drafter(self.model, self.drafter, mode)
         if self.runner is not None:
             self.forwards = mode
@@ -152,6 +165,13 @@ class Call:
         reserve = ANSWER_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in self.layer_outputs.items() if asked}
         self.target = self.facts.new_target(self.model, limit or needed_slots, reserve, wanted, self.runner)
+        self.target.width, self.target.is_exact = self.width, self.config.exact
+        if self.config.exact and self.runner is not None and not self.runner.can_run(self.width, self.target.cache):
+            raise UnsupportedGenerationError(
+                "exact=True needs the memory of the model's graphs, which another call uses or `max_cache_length` "
+                "replaces.",
+                "Generate in one thread at a time, and leave `max_cache_length` None.",
+            )
 
     def set_text(
         self, input_ids: Tensor, processors: LogitsProcessorList, criteria: StoppingCriteriaList,
@@ -189,8 +209,11 @@ class Call:
     def learns_costs(self, *, synced_gpus: bool) -> bool:
         """Whether the drafter chooses tree sizes by the costs of steps.
 
-        Not with several processes, which must choose the same sizes but measure different costs.
+        Not with several processes, which must choose the same sizes but measure different costs, and not if all trees
+        are padded to one width.
         """
+        if self.width:
+            return False
         if not self.drafter.needs.step_costs or self.config.adaptive is False or _tiers(self.drafter, self.config):
             return False
         if synced_gpus or is_distributed():
@@ -238,14 +261,21 @@ def plan_call(
         name: bool(generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
     }
+    if config.exact:
+        wanted, synced_gpus = any(layer_outputs.values()), bool(mode_kwargs.get("synced_gpus"))
+        do_sample = bool(generation_config.do_sample)
+        checks.check_exact(config, drafter, model, do_sample, layers=wanted, synced_gpus=synced_gpus)
     if layer_outputs["attentions"] and not facts.supports_trees:
         raise UnsupportedGenerationError(
             "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
             "Drop one of them.",
         )
     limits = limits if facts.supports_trees else limits.chain
+    width = EXACT_WIDTH if config.exact and execution_device(model).type in GRAPH_BACKENDS else 0
+    if width:
+        limits = limits.chain.within(Budget(width, width - 1, 1))
     rule = _rule(config, generation_config)
-    return Call(model, config, drafter, limits, rule, facts, layer_outputs)
+    return Call(model, config, drafter, limits, rule, facts, layer_outputs, width=width)
 
 
 def call_in(generation_config: GenerationConfig) -> Call | None:
@@ -297,7 +327,7 @@ def _assisted_drafters(
 
     Those of the last call are used again if they fit. If the config names neither method, there is one drafter: a PARD
     assistant drafts several tokens per forward, any other token by token. The latter samples its drafts if the call
-    samples losslessly with chains of this drafter alone.
+    samples losslessly, and not exactly, with chains of this drafter alone.
     """
     model, named = request.assistant_model, {ASSISTED, PARD} & {config.method, *(config.methods or ())}
     checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config)
@@ -310,6 +340,7 @@ def _assisted_drafters(
         and config.top_k in (None, 1)
         and config.tree is None
         and config.acceptance in ("auto", "rejection", "block")
+        and not config.exact
     )
     drafters: dict[str, Drafter] = {}
     for method in named or {PARD if drafts_in_parallel(fields_of(model)) else ASSISTED}:
@@ -366,8 +397,9 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     widest = call.limits.num_nodes
     if call.learns_costs(synced_gpus=False):
         measure_costs(model, call.facts, rows=rows, widest=widest, context=context, runner=call.runner)
-    if call.runner is not None:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
-        time_forwards(model, [1, widest], context, call.facts, rows=rows, runner=call.runner)
+    if call.runner is not None:
+        if not call.width:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
+            time_forwards(model, [1, widest], context, call.facts, rows=rows, runner=call.runner)
         if execution_device(model).type in GRAPH_BACKENDS:
             _rehearse(model, speculative, call.limits, rows, context)
 

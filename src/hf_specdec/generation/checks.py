@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_specdec.acceptance.processors import is_rowwise
-from hf_specdec.config import COMBINED, PER_PROMPT, SpeculativeConfig
+from hf_specdec.config import COMBINED, PER_PROMPT, PLAIN, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import is_third_party
 from hf_specdec.errors import (
@@ -33,6 +33,7 @@ from hf_specdec.verification.cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.programs import supports_kernels
 from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS, Target
 from hf_specdec.verification.trials import drops_cache
 
@@ -182,6 +183,12 @@ def check_config(
             InvalidConfigError,
         ),
         (
+            config.method == PLAIN and config.adaptive,
+            f"`adaptive` chooses the size of trees, and {PLAIN!r} drafts none; got {config.adaptive!r}.",
+            "Leave it None.",
+            InvalidConfigError,
+        ),
+        (
             config.top_k is not None and config.top_k > vocab_size,
             f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.",
             "Use a smaller value.",
@@ -216,6 +223,65 @@ def check_config(
         ),
     )
     _check_peft(model)
+
+
+def check_exact(
+    config: SpeculativeConfig, drafter: Drafter, model: PreTrainedModel, do_sample: bool, *, layers: bool,
+    synced_gpus: bool,
+) -> None:  # fmt: skip
+    """Refuse exact calls that no program makes exact, or that would not run it; see docs/exactness.md.
+
+    `layers`: whether the outputs of all layers are wanted.
+    """
+    device, dtype = execution_device(model), str(model.dtype).removeprefix("torch.")
+    own = "exact=True needs this package's own forwards, which"
+    _refuse(
+        (
+            config.compile in ("none", "inductor"),
+            f"exact=True cannot be kept with compile={config.compile!r}, whose sums depend on the number of "
+            "tokens in a forward.",
+            'Use compile="auto", "kernels" on a CPU or "cuda_graph" on a GPU.',
+            InvalidConfigError,
+        ),
+        (
+            config.acceptance in ("block", "typical", "nucleus"),
+            f"exact=True cannot be kept with acceptance={config.acceptance!r}, which gives other tokens than plain "
+            "decoding.",
+            'Use acceptance="auto".',
+            InvalidConfigError,
+        ),
+        (
+            device.type != "cpu" and device.type not in GRAPH_BACKENDS,
+            f"{own} are CPU kernels or graphs, and there are none on {device}.",
+            "Move the model to a CPU, or drop `exact`.",
+        ),
+        (
+            device.type == "cpu" and not supports_kernels(device, model.dtype),
+            f"{own} are CPU kernels, and there are none for {dtype}.",
+            "Load the model with dtype=torch.bfloat16 or torch.float32, or drop `exact`.",
+        ),
+        (
+            torch.is_autocast_enabled(device.type),
+            f"{own} do not run under autocast.",
+            "Call generate() outside of torch.autocast, or drop `exact`.",
+        ),
+        (
+            layers,
+            f"{own} do not return hidden states or attentions of all layers.",
+            "Drop `output_hidden_states` and `output_attentions`, or `exact`.",
+        ),
+        (
+            synced_gpus,
+            "exact=True cannot be combined with `synced_gpus`: the weights are spread over processes.",
+            "Drop one of them.",
+        ),
+        (
+            do_sample and drafter.samples,
+            f"exact=True cannot be kept with drafts of {drafter.method!r}, which are sampled with random numbers "
+            "of the text.",
+            "Make that drafter with sample=False, or pass assistant_model= in the call.",
+        ),
+    )
 
 
 def _check_peft(model: PreTrainedModel) -> None:
@@ -275,6 +341,8 @@ def check_inputs(
         for name, value in model_kwargs.items()
         if name not in KEPT_INPUTS and value is not None and not isinstance(value, bool | int | float | str)
     )
+    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in PREPARED_INPUTS)
+    positions = model_kwargs.get("position_ids")
     limit = config.max_cache_length
     names = config.history if isinstance(config.history, tuple) else ()
     _refuse(
@@ -287,6 +355,21 @@ def check_inputs(
             unknown,
             f"`speculative` does not support the model inputs {', '.join(unknown)}.",
             "Drop them or `speculative`.",
+        ),
+        (
+            config.exact and model_kwargs.get("inputs_embeds") is not None,
+            "exact=True needs forwards of this package, which read token ids, got `inputs_embeds`.",
+            "Pass input_ids alone, or drop `exact`.",
+        ),
+        (
+            config.exact and others,
+            f"exact=True needs forwards of this package, which do not take the model inputs {', '.join(others)}.",
+            "Drop them or `exact`.",
+        ),
+        (
+            config.exact and positions is not None and positions.dim() > 2,
+            "exact=True needs forwards of this package, which take one position per token; this model has several.",
+            "Drop `exact`.",
         ),
         (
             limit is not None and limit < needed_slots,
@@ -308,7 +391,9 @@ def check_inputs(
     )
 
 
-def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int, facts: TargetFacts, num_rows: int) -> int:
+def check_cache(
+    cache: Any, config: GenerationConfig, max_cache_length: int, facts: TargetFacts, num_rows: int, *, exact: bool
+) -> int:
     """Return the number of tokens in a cache that the user passed; refuse a cache that cannot be continued.
 
     `max_cache_length` are the slots that prompt and answer need: one less than their tokens, as the last is not
@@ -325,6 +410,11 @@ def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int, fac
     # other static layers hold a window, or nothing
     slots = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
     _refuse(
+        (
+            length and exact,
+            f"exact=True cannot continue the {length} tokens of `{CACHE_FIELD}`, which other forwards may have read.",
+            f"Drop `{CACHE_FIELD}`, so that the whole prompt is read, or `exact`.",
+        ),
         (
             length and config.prefill_chunk_size is not None and not CHUNKS_CONTINUE_CACHES,
             f"In this version of transformers, `prefill_chunk_size` processes the tokens of `{CACHE_FIELD}` twice.",
@@ -359,6 +449,12 @@ def check_prompt(
             input_ids.device.type != device.type,
             f"The prompt is on {input_ids.device}, but the model needs its inputs on {device}.",
             f'Use input_ids.to("{device}").',
+        ),
+        (
+            config.exact and target.bounds.switches,
+            f"exact=True is not supported for texts that reach {min(target.bounds.switches, default=0)} tokens, where "
+            "this model's forward changes for all tokens.",
+            "Reduce the prompt or max_new_tokens, or drop `exact`.",
         ),
         (
             input_ids.shape[1] == 0 and inputs_embeds is None,

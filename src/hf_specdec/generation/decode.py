@@ -95,7 +95,7 @@ class _Loop:
         stack.enter_context(target.tapped(needs.feature_layers))
         with self.time("prefill"):
             prefill = target.prefill(
-                call.input_ids, config, call.model_kwargs, prompt_logits=needs.prompt_logits,
+                call.input_ids, config, call.model_kwargs, prompt_logits=needs.prompt_logits and not call.width,
                 window=call.drafter.feature_window(call.config),
             )  # fmt: skip
             roots = call.text.begin(prefill.logits[:, -1])
@@ -188,7 +188,7 @@ class _Loop:
             self._session.observe(step)
         step.seconds.draft += time.perf_counter() - begin
         call.controller.observe(step)
-        needed = call.returns_cache or text.lockstep
+        needed = call.returns_cache or text.lockstep or call.width  # with fewer rows, the kernels may be others
         if not needed and text.num_remaining >= MIN_REMAINING and any(text.finished):
             target.keep_rows(text.active_rows)
 

@@ -474,7 +474,9 @@ class SpeculativeGenerationMixin:
         name, rows = cache_argument(call.model), batch_size * (generation_config.num_return_sequences or 1)
         needed, cache = max_cache_length + 1 + call.limits.num_nodes, model_kwargs.get(name)
         if cache is not None:
-            needed += checks.check_cache(cache, generation_config, max_cache_length, call.facts, rows)
+            needed += checks.check_cache(
+                cache, generation_config, max_cache_length, call.facts, rows, exact=call.config.exact
+            )
         checks.check_inputs(call.config, generation_config, model_kwargs, call.facts, batch_size, rows, needed)
         call.set_target(needed, generation_config.max_new_tokens or max_cache_length)
         if generation_config.cache_implementation == "static" and generation_config.return_dict_in_generate:

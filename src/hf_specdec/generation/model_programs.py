@@ -54,14 +54,18 @@ COMPILING = threading.Lock()
 
 
 def current_program(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, *, requested: bool = True
-) -> Runner | None:
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, *, requested: bool = True,
+    required: bool = False,
+) -> Runner | None:  # fmt: skip
     """Return the compiled or captured verify forward, created if none exists for the current weights.
 
     It returns the hidden states of at least these layers, which this call's drafter reads. None if the model cannot be
     compiled or captured: its own forward is used then. This is logged once, as a warning if the user requested this
     mode or without graphs on a GPU. After a failure that does not last, such as too little memory, the next call tries
     again.
+
+    Raises:
+        CaptureError: A program is `required`, and there is none.
     """
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     with COMPILING:
@@ -70,6 +74,8 @@ def current_program(
             logger.info("%s has changed since its forward was compiled; the program is dropped.", name)
         known = state.programs.get(mode)
         if known is not None and (known.runner is None or layers <= known.layers):
+            if required and known.runner is None:
+                raise CaptureError(known.reason)
             return known.runner
         layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
         name, begin = type(model).__name__, time.perf_counter()
@@ -83,12 +89,14 @@ def current_program(
                 logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, seconds)
         except CaptureError as error:
             how = "captured" if mode == "cuda_graph" else "compiled"
+            if error.is_lasting:
+                state.programs[mode] = KeptProgram(built_from, layers, None, str(error))
+            if required:
+                raise
             # without graphs a GPU idles
             level = logging.WARNING if requested or mode == "cuda_graph" else logging.INFO
             logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
-            if not error.is_lasting:
-                return None
-            runner = None
+            return None
         state.programs[mode] = KeptProgram(built_from, layers, runner)
         return runner
 
@@ -275,15 +283,15 @@ def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None
             if not float(distance.median()) <= tolerance:
                 raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
 
-    outputs = []
-    for used in (runner, None) if runner.reads_prompts else (None,):
+    def read(used: Runner | None) -> Any:
         target: Any = facts.new_target(model, size + 2 * len(TEST_TREES), widest, runner=runner)
         target.runner = used
         with target.tapped(order):
-            read = target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
-            outputs.append(outputs_of(read))
-    if len(outputs) == 2:
-        check(outputs)
+            return target, outputs_of(
+                target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
+            )
+
+    target, expected = read(None)
     with target.tapped(order):
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
@@ -298,3 +306,5 @@ def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None
             path = torch.arange(2, device=device).expand(rows, -1)
             host, drafted = ((0, 1),) * rows, (len(parents) - 1,) * rows
             target.commit(tree, Accepted(path, nodes[:, :2], nodes[:, 1], host, host, drafted))
+    if runner.reads_prompts:
+        check([expected, read(runner)[1]])

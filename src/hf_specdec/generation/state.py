@@ -61,6 +61,7 @@ class KeptProgram(NamedTuple):
     built_from: ModelState
     layers: frozenset[int]  # whose hidden states it returns
     runner: Runner | None  # None: not possible for this model
+    reason: str = ""  # why not, as a clause
 
 
 class SpeculationState:

@@ -50,8 +50,13 @@ class GraphForward(KeptMemory, Runner):
         self._constants: tuple[object, object, tuple[Tensor, Tensor, Tensor] | None] = (None, None, None)
 
     def captured_keys(self) -> list[Key]:
-        """Return batch size, width and, with masks, bucket of each captured shape."""
+        """Return batch size, width, with masks bucket, and in exact calls "exact", of each captured shape."""
         return self._graphed.captured_keys()
+
+    @property
+    def inexact(self) -> str:  # type: ignore[override]
+        """See `Runner`: the number of masked slots changes as the text grows, and with it the attention's kernels."""
+        return "graphs of it attend with masks (the log says why)" if self.has_masks else self._inner.inexact
 
     def num_rows(self, active: int) -> int:
         """Return a power of two: every number of rows needs captures."""
@@ -71,12 +76,12 @@ class GraphForward(KeptMemory, Runner):
         """See `Runner`; the returned tensors are copies."""
         assert isinstance(cache, TreeCache)
         num_nodes, kinds = inputs.tree.num_nodes, [kind for _, kind, _ in inputs.layout.layers]
-        width = width_for(num_nodes)
+        width = max(width_for(num_nodes), inputs.width)
         cache.store.make_room(inputs.start + width)
         self.has_masks = self._keeps_masks or not device_attention.needs_no_masks(cache.buffers, kinds)
         captures = self._graphed.num_captures
         logits, *states = self._run(inputs, cache, width)
-        if self._graphed.num_captures != captures:
+        if self._graphed.num_captures != captures and not inputs.width:
             self._capture_others(inputs, cache)
             logits, *states = self._run(inputs, cache, width)  # again, because others have written to the same slots
         for layer in cache.layers:
@@ -103,8 +108,8 @@ class GraphForward(KeptMemory, Runner):
             self._constants = inputs.padding, inputs.positions, constants
         valid, left, offsets = constants
         return self._graphed(
-            (rows, width, *bucket.key),
-            self._function(inputs.layout, bucket),
+            (rows, width, *bucket.key, *(("exact",) if inputs.width else ())),
+            self._function(inputs.layout, bucket, fixed=inputs.width > 0),
             Input(inputs.tree.tokens[:, :width], width),
             Input(inputs.tree.parents.expand(rows, -1)[:, :width], width, ROOT_PARENT),
             Input(inputs.lengths),
@@ -116,8 +121,11 @@ class GraphForward(KeptMemory, Runner):
             at_once=at_once,
         )
 
-    def _function(self, layout: MaskLayout, bucket: Bucket) -> Callable[..., Sequence[Tensor]]:
-        """Return the function to capture: the inner forward, with positions and what its layers attend to."""
+    def _function(self, layout: MaskLayout, bucket: Bucket, *, fixed: bool) -> Callable[..., Sequence[Tensor]]:
+        """Return the function to capture: the inner forward, with positions and what its layers attend to.
+
+        `fixed`: see `VisibleKeys`.
+        """
         inner = self._inner
 
         def verify(
@@ -126,8 +134,11 @@ class GraphForward(KeptMemory, Runner):
         ) -> Sequence[Tensor]:  # fmt: skip
             slots, ancestors = bucket.behind(lengths), TokenTree(tokens, parents).ancestor_mask()
             seen = layout, ancestors, lengths, slots.free, valid, left
-            masked = slots.has_masks
-            context = AttentionContext(bucket_masks(*seen)) if masked else DeviceContext(visible_in_tree(*seen))
+            context = (
+                AttentionContext(bucket_masks(*seen))
+                if slots.has_masks
+                else DeviceContext(visible_in_tree(*seen, fixed=fixed))
+            )
             positions = ((offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=ceiling)
             logits, states = inner(tokens, positions, context, slots.cache(0, tokens.shape[1]))
             return [logits, *(states[layer] for layer in sorted(inner.layers))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import UNBOUNDED
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
@@ -128,12 +126,6 @@ class ChainTarget(Target):
             f"This model verifies only chains, so `speculative` cannot continue a cache passed as `{CACHE_FIELD}`.",
             f"Omit `{CACHE_FIELD}`; the whole prompt is then processed.",
         )
-
-    def admit(self, draft: Draft) -> Draft:
-        """Reduce the draft to a chain by following first children; drop log-probabilities and sources."""
-        if draft.tree.num_nodes == 1:
-            return draft
-        return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Crop the cache to the kept nodes; if this is needed but impossible, restore it and run them again."""

@@ -63,6 +63,7 @@ class VisibleKeys:
     count: int  # appended entries, at most `MOST_APPENDED`
     window: int = 0  # slots that a query sees, its own included; 0: all
     chunk: int = 0  # size of the chunks that do not see each other; 0: no chunks
+    fixed: bool = False  # whether the keys are split at the same places in every forward, so that sums do not change
 
     def to(self, device: torch.device) -> VisibleKeys:
         """Return these keys on a device."""
@@ -84,7 +85,7 @@ class VisibleKeys:
         _define_operation()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         given = query, key, value, self.lengths, self.first, self.places, self.words, self.valid, self.left
-        sizes = self.count, self.window, self.chunk
+        sizes = self.count, self.window, self.chunk, self.fixed
         return torch.ops.hf_specdec.device_attention.default(*given, *sizes, scale, softcap or 0.0, sinks)
 
 
@@ -102,12 +103,19 @@ def words_of(seen: Tensor) -> Tensor:
 
 
 def visible_in_tree(
-    layout: MaskLayout, ancestors: Tensor, lengths: Tensor, slots: Tensor, valid: Tensor, left: Tensor
+    layout: MaskLayout,
+    ancestors: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    valid: Tensor,
+    left: Tensor,
+    *,
+    fixed: bool = False,
 ) -> dict[str, VisibleKeys]:
     """Return what the nodes of a tree see, by layer type; see `masks.bucket_masks`, which has the same arguments."""
     places = lengths[:, None] + ancestors.sum(-1) - 1
     seen = restricted(layout, ancestors.expand(len(lengths), -1, -1), places, places, left)
-    common = VisibleKeys(lengths, slots[0], places, places, valid, left, len(slots))
+    common = VisibleKeys(lengths, slots[0], places, places, valid, left, len(slots), fixed=fixed)
     return {
         name: replace(
             common,
@@ -158,8 +166,8 @@ def _define_operation() -> torch.library.Library:
     library = torch.library.Library("hf_specdec", "FRAGMENT")
     library.define(
         "device_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor first, Tensor places, "
-        "Tensor words, Tensor valid, Tensor left, int count, int window, int chunk, float scale, float softcap, "
-        "Tensor? sinks) -> Tensor"
+        "Tensor words, Tensor valid, Tensor left, int count, int window, int chunk, bool fixed, float scale, "
+        "float softcap, Tensor? sinks) -> Tensor"
     )
     library.impl("device_attention", attend, "CompositeExplicitAutograd")
     library.impl(
@@ -215,6 +223,8 @@ def attend_in_parts(
     block_rows = min(max(16, 1 << (rows - 1).bit_length()), most_rows)
     tiles = -(-rows // block_rows)
     parts = max(min(WAVES * processors // (tiles * batch * heads), slots // SHORTEST_PART), 1)
+    if visible.fixed:  # all of the shortest length
+        parts = -(-slots // SHORTEST_PART)
     query = query if query.stride(-1) == 1 else query.contiguous()
     places, words = visible.places.contiguous(), visible.words.contiguous()
     outputs = torch.empty(parts, batch * heads, rows, value_dim, dtype=torch.float32, device=device)
@@ -224,6 +234,7 @@ def attend_in_parts(
     common = {
         "VALUE_DIM": value_dim, "BLOCK_N": block_keys, "BLOCK_V": value_channels,
         "SHORTEST": max(SHORTEST_PART // block_keys, 1), "WINDOW": visible.window, "CHUNK": visible.chunk,
+        "FIXED": visible.fixed,
     }  # fmt: skip
     with torch.accelerator.device_index(device.index):  # Triton launches on the current device
         _kernels().attend_to_parts[tiles, batch * heads, parts](

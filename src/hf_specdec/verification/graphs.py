@@ -39,6 +39,8 @@ CAPTURED_WIDTHS = (1, 8, 16, 32, 64)
 """Nodes per row of captured forwards. A tree is padded to the next width, trees above the last run without a graph.
 Few, because every width is a graph, and on a GPU a step takes about as long for 2 or 4 nodes as for 8. Steps with few
 operations (acceptance, what drafters learn from a step) have the last width alone."""
+EXACT_WIDTH = 8
+"""Width of every forward of an exact call: as many rows, and so the same kernels, in plain steps and with drafts."""
 MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) - 1
 """Maximum number of padding nodes of a tree, which also occupy cache slots."""
 CAPTURE_AFTER = 2

@@ -99,6 +99,7 @@ class TreeInputs:
     dtype: torch.dtype  # of additive masks
     all_seen: bool  # whether the tree is a single node that attends to every slot
     ceiling: int | None = None  # see `Positions.of_nodes`
+    width: int = 0  # see `Target.width`
 
     def masks_and_positions(self, known: int = 0) -> tuple[Masks, Tensor]:
         """Return masks `[B, 1, N, S]` and position ids `[..., B, N]` of all nodes but the first `known`.

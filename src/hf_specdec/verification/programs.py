@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
+from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
 from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
-from hf_specdec.errors import CacheCapacityError
+from hf_specdec.cpu.rewrite import KernelProducts, call_functions, inexact_operations, join_steps, use_kernels
+from hf_specdec.errors import CacheCapacityError, listed
 from hf_specdec.fusion.fused import can_fuse, fuse_operations
 from hf_specdec.fusion.patterns import lift_weights
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
@@ -44,6 +45,7 @@ class Program:
     weights: tuple[Tensor, ...] = ()
     copies_weights: bool = False
     num_fused: int = 0  # fused operations in it
+    inexact: str = ""  # see `Runner`
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the results for inputs of any size."""
@@ -80,6 +82,18 @@ def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the CPU kernels support this device and dtype; compiles them if this is the first time."""
     return supports_kernels(device, dtype) and load_or_none() is not None
+
+
+def faster_products(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return a context in which the kernels compute a model's products without gradients, where torch is far slower.
+
+    That is in bfloat16 on processors without instructions for it: torch takes four to ten times as long. The kernels
+    are not compiled for this: until they are, the context changes nothing.
+    """
+    if model.dtype != torch.bfloat16 or any(one.device.type != "cpu" for one in model.parameters()):
+        return nullcontext()
+    has_instructions = not loads_at_once() or load_or_none() is None or load_library()[0].name.endswith("bf16")
+    return nullcontext() if has_instructions else KernelProducts()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -122,6 +136,7 @@ def make_program(
             weights = lift_weights(graph)
             if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
+            left = inexact_operations(graph)
             matrices = [weight for weight in weights if weight.dim() == 2]
             for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
                 if weight.dtype in DTYPES and weight.is_contiguous():
@@ -141,11 +156,11 @@ def make_program(
         raise
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
-    return Program(run, tuple(weights))
+    return Program(run, tuple(weights), inexact=f"torch computes {listed(left)} of it" if left else "")
 
 
 def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:
-    with RecordProducts() if record else nullcontext():
+    with KernelProducts(recorded=True) if record else nullcontext():
         graph: fx.GraphModule = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for node in graph.graph.nodes:
         node.type = None  # inductor's cache cannot store annotations that are strings

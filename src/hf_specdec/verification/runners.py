@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu import operations
+from hf_specdec.cpu.library import is_loaded
 from hf_specdec.transformers_private import attention_name, experts_name, supports_logits_to_keep
 from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.features import FeatureTap, PromptPadding
@@ -41,16 +42,19 @@ class Runner(ABC):
     """Base class of the ways to run a verify forward.
 
     Attributes:
-        reads_prompts: Whether it has `read`.
+        reads_prompts: Whether it can `read`; "slowly" if the model's own forward is faster.
         layers: Layers whose hidden states it returns, see `Features`.
         copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
         widths: Numbers of nodes that a tree is padded to, ascending; empty if trees are not padded.
+        inexact: Why a node's result may depend on the other nodes and rows of a forward, as a clause; empty if it
+            does not (with graphs: in forwards of one width). Known once a forward has run.
     """
 
     layers: frozenset[int]
     copies_weights = False
-    reads_prompts = False
+    reads_prompts: Literal[True, False, "slowly"] = False
     widths: tuple[int, ...] = ()
+    inexact: str = ""
 
     @abstractmethod
     def __call__(
@@ -189,12 +193,15 @@ class CompiledForward(Runner):
         if mode == "cuda_graph" and not self._programs[name].num_fused:
             raise CaptureError("none of its small operations can be fused")
         self.copies_weights = self._programs[name].copies_weights
-        self._dtype = model.dtype if mode == "kernels" else None
+        self._dtype, self._attends_by_torch = model.dtype if mode == "kernels" else None, False
+        self.inexact = next((program.inexact for program in self._programs.values() if program.inexact), "")
 
     @property
-    def reads_prompts(self) -> bool:  # type: ignore[override]
+    def reads_prompts(self) -> Literal[True, False, "slowly"]:  # type: ignore[override]
         """See `Runner`."""
-        return self._dtype is not None and operations.reads_prompts(self._dtype)
+        if self._dtype is None or self._attends_by_torch or not is_loaded():
+            return False
+        return "slowly" if operations.multiplies_slowly(self._dtype) else True
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
@@ -209,6 +216,8 @@ class CompiledForward(Runner):
             logits, *states = self._programs[experts_name(self._config)](*given)
         finally:
             _RUNNING.reset(token)
+        if forward.has_attended:
+            self._attends_by_torch, self.inexact = True, self.inexact or "torch computes its attention"
         if kept is not None and not self._keeps:
             logits = logits[:, kept]
         return logits, dict(zip(self._order, states, strict=True))
@@ -225,7 +234,7 @@ class CompiledForward(Runner):
             masks = chain_masks(layout, start, count, padding)
             first = tokens.new_zeros(len(tokens)) if padding is None else padding.left
             context = AttentionContext(masks, frozenset(names - set(masks)), order=first[:, None])
-            kept = None if all_logits else torch.tensor([count - 1])
+            kept = None if all_logits else torch.tensor([count - 1], dtype=torch.long, device=tokens.device)
             where = positions[:, begin : begin + READ_AT_ONCE].expand(some.shape)
             parts.append(self(some, where, context, cache, kept=kept))
         logits = torch.cat([logits for logits, _ in parts], dim=1) if all_logits else parts[-1][0]

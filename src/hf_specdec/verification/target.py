@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_specdec.verification.features import ChosenStates, Features, FeatureTap,
 from hf_specdec.verification.graph_backends import groups_on_device
 from hf_specdec.verification.masks import UNBOUNDED, LengthBounds, Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
+from hf_specdec.verification.programs import faster_products
 from hf_specdec.verification.step import Verified
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
@@ -85,6 +87,10 @@ class Target(ABC):
     """Whether a partly accepted chain needs a second forward."""
     is_draft_view = False
     """Whether the model is a part of the target that drafts with the target's cache, see `with_model`."""
+    is_exact = False
+    """Whether the call is exact, see `SpeculativeConfig.exact`."""
+    width = 0
+    """Nodes that every forward is padded to in an exact call with graphs, which verifies chains; 0 in other calls."""
     is_adopted = False
     """Whether it continues a cache passed by the user, which must be updated at the end."""
     cache: Cache
@@ -144,8 +150,13 @@ class Target(ABC):
         """Continue a cache passed by the user, which is not modified until `hand_back`; refuse what cannot be."""
 
     def admit(self, draft: Draft) -> Draft:
-        """Return the part of a draft that this target can verify."""
-        return draft
+        """Return the part of a draft that this target can verify: a chain of first children if not the whole tree.
+
+        The chain has no log-probabilities and sources.
+        """
+        if draft.tree.num_nodes == 1 or (self.supports_trees and not self.width):
+            return draft
+        return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
     @abstractmethod
     def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
@@ -230,7 +241,7 @@ class Target(ABC):
         if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
             if prompt_logits:
                 model_kwargs["logits_to_keep"] = 0  # transformers' value for all positions
-            elif self._tap is not None:
+            elif self._tap is not None or self.width:
                 # with an int, some models (gemma4) skip prompt positions in upper layers; with a tensor they do not
                 model_kwargs["logits_to_keep"] = torch.tensor([-1], dtype=torch.long, device=input_ids.device)
         known, embeds, mask = self.cache.start, model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
@@ -272,7 +283,8 @@ class Target(ABC):
 
         handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)
         try:
-            return prefill(self.model, input_ids, generation_config, model_kwargs), seen
+            with faster_products(self.model):
+                return prefill(self.model, input_ids, generation_config, model_kwargs), seen
         finally:
             handle.remove()
 
@@ -298,7 +310,7 @@ class Target(ABC):
         """Run the model over the whole tree; its keys and values are appended to the cache, but not committed."""
         if self._tap is not None:
             self._tap.clear()
-        with expert_products(self.model, tree.tokens.numel()):
+        with expert_products(self.model, len(tree.tokens) * max(tree.num_nodes, self.width)):
             outputs = self._run(tree)
         return Verified(outputs.logits, self._features(), *self._layers(outputs))
 

@@ -87,6 +87,7 @@ class AttentionContext:
     ) -> None:  # fmt: skip
         self.masks, self._all_seen, self.order = masks, all_seen, order
         self._replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
+        self.has_attended = False  # whether `attend` has computed anything
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
@@ -109,6 +110,7 @@ class AttentionContext:
         """Attend in a layer of type `kind`, see `attend_packed`."""
         if self._replacement is not None:
             return self._replacement(kind, query, key, value, scaling)
+        self.has_attended = True
         masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
         return attend_packed(query, key, value, masks, scaling)
 

@@ -12,6 +12,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.accepted import Accepted
+from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.transformers_private import can_prefill_with, prefill, updated_kwargs
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
@@ -62,23 +63,35 @@ class TreeTarget(Target):
         """See `Target`; the runner reads the prompt if it can, with the inputs that the model prepares."""
         runner, seen = self.runner, list[torch.Tensor]()
         positions = model_kwargs.get("position_ids")
-        if (
-            runner is None
-            or not runner.reads_prompts
-            or not can_prefill_with(self.model)
-            or self.bounds.switches
-            or model_kwargs.get("inputs_embeds") is not None
-            or positions is None
-            or positions.dim() != 2
-            or not self._can_use(runner, 1, 0)
-        ):
+        can_read = (
+            runner is not None
+            and bool(runner.reads_prompts)
+            and can_prefill_with(self.model)
+            and not self.bounds.switches
+            and model_kwargs.get("inputs_embeds") is None
+            and positions is not None
+            and positions.dim() == 2
+            and self._can_use(runner, 1, 0)
+        )
+        if self.is_exact and not self.width and not can_read:
+            raise UnsupportedGenerationError(
+                f"exact=True needs prompts that a program of {type(self.model).__name__} can read, with one position "
+                "per token and no other inputs.",
+                "Drop `exact`.",
+            )
+        if runner is None or not can_read or (runner.reads_prompts == "slowly" and not self.is_exact):
             return super()._read_prompt(input_ids, generation_config, model_kwargs)
         self.cache.begin_prompt([None] * len(self.cache.layers))
 
         def read(**inputs: Any) -> CausalLMOutputWithPast:
             found = {name for name, value in inputs.items() if isinstance(value, torch.Tensor | dict)}
             if found - PREPARED_INPUTS or "position_ids" not in found:
-                self._note_unused(f"inputs that the model prepares: {', '.join(sorted(found))}")
+                reason = f"inputs that the model prepares: {', '.join(sorted(found))}"
+                if self.is_exact:
+                    raise UnsupportedGenerationError(
+                        f"exact=True needs a program, which does not take {reason}.", "Drop `exact`."
+                    )
+                self._note_unused(reason)
                 self.cache.begin_prompt(layer_windows(text_config(self.model)))
                 return self.model(**inputs)
             seen.append(inputs["position_ids"])
@@ -197,7 +210,9 @@ class TreeTarget(Target):
         highest = (self._whole or self)._highest  # None if no bound is ahead
         ceiling = None if highest is None else highest + tree.depth_bound
         layout, dtype = self._mask_layout, self.model.dtype
-        inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
+        inputs = TreeInputs(
+            tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling, self.width
+        )
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
             if self._tap is not None:

@@ -15,10 +15,11 @@ import triton.language as tl
 
 @triton.jit
 def keys_of_row(lengths, left, batch, count, parts, BLOCK_N: tl.constexpr, SHORTEST: tl.constexpr,
-                WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIXED: tl.constexpr):  # fmt: skip
     """Return a row's length, padding, first slot that a query may see, blocks of keys, and blocks of each part.
 
-    No query is before slot `length`, so the window and the chunk of that slot begin first.
+    No query is before slot `length`, so the window and the chunk of that slot begin first; with FIXED, at the begin of
+    a part of the shortest length, counted from slot 0.
     """
     length, start = tl.load(lengths + batch).to(tl.int32), tl.load(left + batch).to(tl.int32)
     begin = length * 0
@@ -26,6 +27,8 @@ def keys_of_row(lengths, left, batch, count, parts, BLOCK_N: tl.constexpr, SHORT
         begin = tl.maximum(begin, length - WINDOW + 1)
     if CHUNK > 0:
         begin = tl.maximum(begin, start + (length - start) // CHUNK * CHUNK)
+    if FIXED:
+        begin = begin // (SHORTEST * BLOCK_N) * (SHORTEST * BLOCK_N)
     blocks = tl.cdiv(length - begin + count, BLOCK_N)
     return length, start, begin, blocks, tl.maximum(tl.cdiv(blocks, parts), SHORTEST)
 
@@ -37,13 +40,13 @@ def attend_to_parts(
     valid_batch, scale, softcap, heads, groups, nodes, count, parts,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SHORTEST: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    CHUNK: tl.constexpr, FIXED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Write the output `[parts, B * G, M, Dv]` of each part, and the log-sum-exp `[parts, B * G, M]` of its scores."""
     tile, pair, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     length, start, begin, blocks, per_part = keys_of_row(
-        lengths, left, batch, count, parts, BLOCK_N, SHORTEST, WINDOW, CHUNK
+        lengths, left, batch, count, parts, BLOCK_N, SHORTEST, WINDOW, CHUNK, FIXED
     )
     if part * per_part >= blocks:
         return
@@ -114,12 +117,14 @@ def attend_to_parts(
 def merge_parts(
     outputs, sums, lengths, left, sinks, merged, heads, groups, nodes, count, parts,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
-    SHORTEST: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SUNK: tl.constexpr,
+    SHORTEST: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FIXED: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the attention `[B, N, H, Dv]` over all parts, weighted by their log-sum-exps; `sinks` `[H]` add weight."""
     tile, pair = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), pair % heads
-    _, _, _, blocks, per_part = keys_of_row(lengths, left, batch, count, parts, BLOCK_N, SHORTEST, WINDOW, CHUNK)
+    _, _, _, blocks, per_part = keys_of_row(
+        lengths, left, batch, count, parts, BLOCK_N, SHORTEST, WINDOW, CHUNK, FIXED
+    )
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     has_row = rows < groups * nodes
     channels = tl.arange(0, BLOCK_V)
