@@ -4,9 +4,6 @@
 #include "blocks.h"
 #include "steps.h"
 
-#include <type_traits>
-#include <utility>
-
 // ------------------------------------------------------------------------------------------------ interface
 
 // What a function returns (0 if nothing), or -1 if memory does not suffice: exceptions must not leave the C interface.
