@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,15 +37,16 @@ from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
-from hf_specdec.cpu.rewrite import RecordProducts, call_functions, join_steps, use_kernels
+from hf_specdec.cpu.rewrite import KernelProducts, call_functions, join_steps, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.fusion.patterns import lift_weights
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.stages import stages_of
+from hf_specdec.training.feature_store import target_features
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable
-from hf_specdec.verification.programs import CaptureError, make_program
+from hf_specdec.verification.programs import CaptureError, faster_products, make_program
 
 FEATURES = library.processor_features()
 AVAILABLE = [one.name for one in INSTRUCTION_SETS if one.machine == platform.machine() and one.features <= FEATURES]
@@ -711,7 +713,7 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
     (wanted, step), parts, positions = CASES[case], Parts(number), torch.arange(35, device="cpu").view(5, 7) % 10
     inputs = random(2, 5, 8, dtype=number), positions[:2, :5]
     with torch.no_grad():
-        with RecordProducts():
+        with KernelProducts(recorded=True):
             trace = make_fx(lambda *given: step(parts, *given), tracing_mode="symbolic", _allow_non_fake_inputs=True)
             graph = trace(*inputs)
         weights, count, found = lift_weights(graph), use_kernels(graph), []
@@ -759,7 +761,7 @@ def test_steps_between_attentions_are_one_call_with_the_same_result(
     layer, calls = Layer(number), list[int]()
     inputs = random(2, 5, 20, dtype=number), random(2, 5, 24, dtype=number)
     with torch.no_grad():
-        with RecordProducts():
+        with KernelProducts(recorded=True):
             graph = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         weights = lift_weights(graph)
         assert use_kernels(graph) == 4
@@ -786,7 +788,7 @@ def test_other_steps_are_not_joined() -> None:
         "one after the other": (lambda x: layer(layer(layer(x))), 1),
     }
     for name, (step, count) in steps.items():
-        with torch.no_grad(), RecordProducts():
+        with torch.no_grad(), KernelProducts(recorded=True):
             graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(random(2, 3, 8))
         weights = lift_weights(graph)
         use_kernels(graph)
@@ -873,6 +875,33 @@ def test_joined_attention_is_rotary_and_attention(number: torch.dtype) -> None:
     assert torch.equal(operations.attend_joined(joined, *tables, 2, *found, 130, mask, 0.3), expected)
     assert torch.equal(found, wanted)
     assert not torch.equal(found, memory)
+
+
+@pytest.mark.skipif("avx2" not in AVAILABLE, reason="needs a processor with AVX2")
+def test_products_are_faster_without_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prompts, captured features and a head's training; products with gradients are torch's."""
+    model, x = zoo.build("llama").bfloat16(), random(2, 5, 32, dtype=torch.bfloat16)
+    used: list[tuple[int, ...]] = []
+    multiply = operations.linear
+    monkeypatch.setattr(operations, "linear", lambda x, *rest: used.append(tuple(x.shape)) or multiply(x, *rest))
+    for name, expected in (("avx2", 1), (AVAILABLE[0], 0 if AVAILABLE[0].endswith("bf16") else 1)):
+        monkeypatch.setenv(VARIABLE, name)
+        forget()
+        library.load_library()
+        weight = model.lm_head.weight
+        with faster_products(model):
+            found = linear(x, weight.detach())
+            linear(x, weight)  # needs a gradient
+            linear(x.float(), weight.detach().float())
+        assert len(used) == expected * 2  # other dtypes of the same model as well
+        assert_right(found, exact_product(x, weight.detach(), None))
+        used.clear()
+        input_ids = torch.arange(12, device="cpu").view(2, 6)
+        target_features(model, input_ids, torch.tensor([6, 4], device="cpu"), [1])
+        assert bool(used) == bool(expected)
+        used.clear()
+    assert isinstance(faster_products(model.float()), nullcontext)
+    forget()
 
 
 def test_other_weights_are_left_alone() -> None:

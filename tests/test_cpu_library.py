@@ -1,4 +1,4 @@
-"""The library of CPU kernels: choices that all processes share, and how it is built on other systems and compilers."""
+"""The library of CPU kernels: choices that processes share, other systems and compilers, an emulated ARM processor."""
 
 from __future__ import annotations
 
@@ -282,18 +282,24 @@ def test_code_by_clang_uses_a_runtime_that_is_loaded(tmp_path: Path) -> None:
     assert numbers == "1 2"
 
 
+MINGW = next(Path("/usr/lib/gcc/x86_64-w64-mingw32").glob("*/include/c++"), None)
+CLANG_FOR_WINDOWS = [
+    "clang++", "--target=x86_64-w64-mingw32", "-nostdinc++", f"-isystem{MINGW}",
+    f"-isystem{MINGW}/x86_64-w64-mingw32", f"-L{MINGW}/../..", f"-B{MINGW}/../..",
+]  # fmt: skip
+
+
 @CLANG
 @pytest.mark.skipif(not shutil.which("llvm-nm"), reason="needs llvm-nm")
-def test_the_functions_that_clang_calls_are_known(tmp_path: Path) -> None:
-    """Otherwise the kernels could not be linked on Windows; those for a `long` of 32 bits are not needed there."""
-    given = ["-std=c++17", "-O0", "-w", "-Xclang", "-fopenmp", *SETS["avx2"].options, "-target", "x86_64-linux-gnu"]
-    subprocess.run(["clang++", *given, "-c", library.SOURCES[0], "-o", tmp_path / "k.o"], check=True)
+@pytest.mark.skipif(MINGW is None, reason="needs the headers of g++-mingw-w64-x86-64")
+def test_the_functions_that_clang_calls_on_windows_are_known(tmp_path: Path) -> None:
+    """The kernels compile where `long` has 32 bits, and call nothing of OpenMP but what commands name."""
+    given = ["-std=c++17", "-O0", "-w", "-Xclang", "-fopenmp", *SETS["avx2"].options, "-c", library.SOURCES[0]]
+    subprocess.run([*CLANG_FOR_WINDOWS, *given, "-o", tmp_path / "k.o"], check=True)
     called = subprocess.check_output(["llvm-nm", "-u", tmp_path / "k.o"], text=True).split()
-    assert (
-        {"__kmpc_fork_call"}
-        <= {name for name in called if "omp_" in name or "kmpc" in name}
-        <= {*library.OPENMP_FUNCTIONS}
-    )
+    found = {name for name in called if name.startswith(("omp_", "__kmpc"))}
+    assert "__kmpc_fork_call" in found
+    assert found <= set(library.OPENMP_FUNCTIONS)
 
 
 @CLANG
@@ -311,3 +317,38 @@ def test_windows_links_with_a_double_of_the_runtime(tmp_path: Path, monkeypatch:
     subprocess.run([*target, *options, "libiomp5md.lib", "-o", "some.dll"], cwd=tmp_path, check=True)
     content = (tmp_path / "some.dll").read_bytes()
     assert all(name in content for name in (b"libiomp5md.dll", b"__kmpc_fork_call", b"omp_get_thread_num"))
+
+
+# --------------------------------------------------------------------------------------------------- other processors
+
+DRIVER = Path(__file__).with_name("kernels_driver.cpp")
+LIMITS = {"bf16": 0.01, "pairs": 0.01, "float": 1e-6}
+"""Largest errors relative to the largest output."""
+GCC_FOR_ARM, CLANG_FOR_ARM = ["aarch64-linux-gnu-g++", "-fopenmp"], ["clang++", "--target=aarch64-linux-gnu"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "compiler", "runner"),
+    [
+        ("arm", GCC_FOR_ARM, "qemu-aarch64"),
+        ("arm_bf16", GCC_FOR_ARM, "qemu-aarch64"),
+        ("arm", CLANG_FOR_ARM, "qemu-aarch64"),
+        ("arm_bf16", CLANG_FOR_ARM, "qemu-aarch64"),
+        ("avx2", CLANG_FOR_WINDOWS, "wine"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[0],
+)
+def test_kernels_are_right_in_an_emulator(tmp_path: Path, name: str, compiler: list[str], runner: str) -> None:
+    """Products, norms, rotary embedding, attention; rows, and nodes of a tree, have the bits that they have alone."""
+    if not (shutil.which(runner) and shutil.which(compiler[0]) and (MINGW or runner != "wine")):
+        pytest.skip(f"needs {runner} and {compiler[0]} with the headers of its target")
+    options = [one for one in library.OPTIONS if one != "-shared"]
+    given = [f"-I{library.SOURCES[0].parent}", DRIVER, "-static", "-lstdc++", "-lpthread", "-o", tmp_path / "run.exe"]
+    subprocess.run([*compiler, *options, *SETS[name].options, *given], check=True, stderr=subprocess.DEVNULL)
+    own = {"WINEPREFIX": str(tmp_path), "WINEDEBUG": "-all"}
+    found = json.loads(subprocess.check_output([runner, tmp_path / "run.exe"], env={**os.environ, **own}))
+    assert list(found) == (["bf16", "pairs", "float"] if name == "arm_bf16" else ["bf16", "float"])
+    for kind, (*errors, different) in found.items():
+        assert max(errors) < LIMITS[kind]
+        assert different == 0

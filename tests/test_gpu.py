@@ -86,14 +86,16 @@ def test_auto_on_the_device(model: Any, batch_size: int) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_graphs_on_the_device(model: Any, batch_size: int) -> None:
+def test_graphs_on_the_device(model: Any, batch_size: int, caplog: pytest.LogCaptureFixture) -> None:
     """Every shape is captured when it comes up for the third time; the answers stay."""
+    caplog.set_level("INFO", "hf_specdec")
     plain = generate(model, batch_size)
     for _ in range(4):
         assert torch.equal(plain, generate(model, batch_size, speculative={"method": "prompt_lookup", "top_k": 2}))
     program = model._speculation.programs.get("cuda_graph")
     if program is not None and program.runner is not None:
         assert program.runner.captured_keys()
+    assert "are not joined" not in caplog.text  # products with the same input were timed
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

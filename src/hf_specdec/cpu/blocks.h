@@ -4,8 +4,6 @@
 
 #include "search.h"
 
-#include <numeric>
-
 enum MarkovKind { VANILLA, GATED, RECURRENT };
 
 struct BlockTree {

@@ -14,6 +14,9 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,7 +33,7 @@
 #else
 #error "no kernels for this instruction set"
 #endif
-#if defined(_WIN32)  // whose `long` has 32 bits
+#if defined(_WIN32)  // whose `long` has 32 bits; all headers are included above
 #define long int64_t
 #endif
 

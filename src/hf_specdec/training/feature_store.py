@@ -33,6 +33,7 @@ from hf_specdec.training.run_setup import processes, read_state
 from hf_specdec.transformers_private import model_name
 from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.programs import faster_products
 
 INDEX = "features.json"
 """Index file of a directory of captured features."""
@@ -46,7 +47,7 @@ def target_features(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, 
     """
     device = execution_device(model)
     mask = torch.arange(input_ids.shape[1], device=device) < lengths.to(device)[:, None]
-    with FeatureTap(model, layers) as tap:
+    with FeatureTap(model, layers) as tap, faster_products(model):
         # with right padding every model's default position ids are correct; `logits_to_keep` is a tensor because
         # some models skip the other positions in their upper layers if it is an int
         last = torch.tensor([-1], device=device)

@@ -23,6 +23,7 @@ from hf_specdec.training.run_setup import check_number
 from hf_specdec.validation import MAX_STEPS, check_known
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.programs import faster_products
 
 # ---------------------------------------------------------------------------------------------------------- settings
 
@@ -176,11 +177,12 @@ class TargetReader:
         self._hot_token_ids: Tensor | None = head.hot_token_ids
         self._rows = lm_head_rows(target, head.hot_token_ids)
         self._lm_head = target.get_output_embeddings()
-        self._dtype = target.dtype
+        self._dtype, self._products = target.dtype, faster_products(target)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the float32 logits `[M, Vd]` over the draft vocabulary of hidden states `[M, D]`, differentiable."""
-        logits: Tensor = self._rows(features.to(self._dtype))
+        with self._products:
+            logits: Tensor = self._rows(features.to(self._dtype))
         return logits.float()
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ from hf_specdec.verification.features import ChosenStates, Features, FeatureTap,
 from hf_specdec.verification.graph_backends import groups_on_device
 from hf_specdec.verification.masks import UNBOUNDED, LengthBounds, Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
+from hf_specdec.verification.programs import faster_products
 from hf_specdec.verification.step import Verified
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
@@ -282,7 +283,8 @@ class Target(ABC):
 
         handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)
         try:
-            return prefill(self.model, input_ids, generation_config, model_kwargs), seen
+            with faster_products(self.model):
+                return prefill(self.model, input_ids, generation_config, model_kwargs), seen
         finally:
             handle.remove()
 
