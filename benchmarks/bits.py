@@ -2,7 +2,7 @@
 
     python benchmarks/bits.py --prompts questions.jsonl --json benchmarks/results/bits_cpu.json
 
-`plain` is `{"method": "plain", "compile": "kernels"}`, one row at a time. Each method answers in batches of every size,
+`plain` is `{"method": "plain", "compile": "kernels"}`, one row at a time. Each method answers in batches of every size
 with left padding. Logits are compared up to the first token that differs. Instruction sets and threads (one and two)
 have a process each; within an instruction set, the answers of both processes are compared as well.
 """
