@@ -42,13 +42,13 @@ def test_batches() -> None:
         for name in ("auto", "auto+kernels"):
             found = row[name]
             if name == "auto+kernels":
-                cells.append(f"{row['nothing+kernels']['ratio']:.2f}x")
+                cells.append(f"{row['plain+kernels']['ratio']:.2f}x")
             ratios = found["ratio_per_batch"]
             cells += [f"{found['ratio']:.2f}x", f"{min(ratios):.2f}x to {max(ratios):.2f}x", f"{found['tau']:.2f}"]
-        speeds = (row[name]["tokens_per_second"] for name in ("auto+kernels", "nothing+kernels"))
+        speeds = (row[name]["tokens_per_second"] for name in ("auto+kernels", "plain+kernels"))
         cells.append(f"{median(one / other for one, other in zip(*speeds, strict=True)):.2f}x")
         assert f"| {' | '.join(cells)} |" in PAGE
-    for name in ("auto", "auto+kernels", "nothing+kernels"):
+    for name in ("auto", "auto+kernels", "plain+kernels"):
         eight, sixteen = (f"{sizes[size][name]['ratio']:.2f}x" for size in (8, 16))
         assert f"{eight} and {sixteen}" in readme
 
@@ -156,7 +156,7 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     assert list(slower.values())[2:] == [0, 0]
     told = f"with kernels off, {slower['auto_no_head']} of {count} questions were slower than plain without the head, "
     assert f"{told}{slower['auto+none']} with it" in text
-    assert f"the CPU kernels of this package alone give {rows['mean']['nothing+kernels'][0]:.1f}x." in text
+    assert f"the CPU kernels of this package alone give {rows['mean']['plain+kernels'][0]:.1f}x." in text
     for method, range_of in (
         ("auto_no_head+kernels", "answers {:.0f} to {:.0f} times faster on two CPU cores"),
         ("auto_no_head", "Without the kernels it answers {:.1f} to {:.1f} times faster."),
@@ -194,7 +194,7 @@ def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
     chart = (
         f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp without drafts {means['llama_cpp']}; "
         f"auto, kernels off: {means['auto_no_head']}, with a head {means['auto+none']}; CPU kernels alone "
-        f"{means['nothing+kernels']}; auto with them {means['auto_no_head+kernels']}, "
+        f"{means['plain+kernels']}; auto with them {means['auto_no_head+kernels']}, "
         f"with a head {means['auto+kernels']}"
     )
     for page in (README, (ROOT / "docs" / "index.md").read_text()):
