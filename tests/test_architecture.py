@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1260,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1379,
     "drafters": 5998, "fusion": 561, "generation": 3229, "heads": 2792, "reporting": 375, "training": 4242,
     "trees": 681, "verification": 5208, "viz": 996,
 }  # fmt: skip
