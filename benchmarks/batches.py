@@ -4,7 +4,7 @@
 
 Greedy, chat template, left padding; methods are interleaved per batch. Ratios are of medians over batches of tokens
 per second; tokens after a row's EOS are not counted. `+kernels` runs a method with the CPU kernels, otherwise it runs
-eagerly; `nothing` decodes plainly through this package's loop.
+eagerly; `plain+kernels` decodes plainly through this package's loop.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from peers import NothingDrafter
 
 from hf_specdec import bench
 from hf_specdec.generation import loading
@@ -50,16 +49,14 @@ def main():
     parser.add_argument("--questions", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--longest-prompt", type=int, default=400, help="characters; long prompts measure the prefill")
-    parser.add_argument("--methods", nargs="+", default=["auto", "nothing+kernels", "auto+kernels"])
+    parser.add_argument("--methods", nargs="+", default=["auto", "plain+kernels", "auto+kernels"])
     parser.add_argument("--head", type=Path, help="a head for `eagle` and `auto`")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, tokenizer = loading.load_model(None, options.head, torch.bfloat16)
-    model.add_drafter(NothingDrafter())
-    merged = [name for name in model.drafters if name != "nothing"]
-    merged = ["prompt_lookup", "token_recycling", *merged]
+    merged = ["prompt_lookup", "token_recycling", *model.drafters]
     questions = [q for q in bench.read_questions(options.prompts) if len(q.turns[0]) <= options.longest_prompt]
     step = max(1, len(questions) // options.questions)
     questions = questions[::step][: options.questions]

@@ -40,7 +40,7 @@ SHOWN = {
     "transformers_prompt_lookup": "transformers' lookup",
     "auto_no_head": "auto, no head, kernels off",
     "auto+none": "auto with head, kernels off",
-    "nothing+kernels": "plain, CPU kernels",
+    "plain+kernels": "plain, CPU kernels",
     "auto_no_head+kernels": "auto, no head, CPU kernels",
     "auto+kernels": "auto with head, CPU kernels",
     "llama_cpp": "llama.cpp, no drafts",
@@ -50,7 +50,7 @@ SHOWN = {
 CHART = (
     {"plain": "other", "transformers_prompt_lookup": "other", "llama_cpp": "other"},
     {"auto_no_head": "auto", "auto+none": "auto"},
-    {"nothing+kernels": "kernels", "auto_no_head+kernels": "auto", "auto+kernels": "auto"},
+    {"plain+kernels": "kernels", "auto_no_head+kernels": "auto", "auto+kernels": "auto"},
 )
 """Groups of the chart's bars: methods, and what each has of this package."""
 LEGEND = {"other": "without this package", "auto": 'speculative="auto"', "kernels": "CPU kernels, no drafts"}

@@ -9,11 +9,11 @@ runs in a separate worker process (`benchmarks/workers/`) and environment, becau
 Workers are suspended between calls, because some keep a core busy for a while after an answer. If an environment
 cannot be created or a worker does not start, the reason is reported and the peer skipped. An interrupted run resumes.
 
-`nothing+kernels` is plain decoding through our loop with the CPU kernels; `auto_no_head` is `auto` without a head,
+`plain+kernels` is this package's plain decoding with the CPU kernels; `auto_no_head` is `auto` without a head,
 also as `auto_no_head+kernels`. The README's chart (`benchmarks/first_page.py`) are from
 
     python benchmarks/peers.py --prompts questions.jsonl --per-category 8 --peers llama_cpp \
-        --methods transformers_prompt_lookup,auto_no_head,auto+none,nothing+kernels,auto_no_head+kernels,auto+kernels \
+        --methods transformers_prompt_lookup,auto_no_head,auto+none,plain+kernels,auto_no_head+kernels,auto+kernels \
         --json benchmarks/results/first_page_cpu_bf16.json
 
 | method | package | what it is |
@@ -42,30 +42,8 @@ import psutil
 import torch
 import transformers
 
-from hf_specdec import Drafter, DraftSession, bench, export_head, load_head, register_drafter
+from hf_specdec import bench, export_head, load_head
 from hf_specdec.generation import loading
-from hf_specdec.trees.draft import PLAIN_STEP
-
-
-class NothingDrafter(Drafter):
-    """Drafts nothing: every step is a plain one."""
-
-    method = "nothing"
-
-    def limits(self, config):
-        return PLAIN_STEP
-
-    def start(self, target, context, config):
-        return NothingSession()
-
-
-class NothingSession(DraftSession):
-    def propose(self, budget):
-        raise NotImplementedError
-
-    def observe(self, step):
-        pass
-
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-peers"
@@ -397,7 +375,6 @@ def main(arguments=None):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
-    register_drafter("nothing", NothingDrafter)
     model, tokenizer = loading.load_model(options.model, options.drafter, getattr(torch, options.dtype))
     workers, facts = {}, {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise suspended workers would remain

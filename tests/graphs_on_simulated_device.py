@@ -266,7 +266,7 @@ def trace_on_the_host(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     """Traces cannot have the device's tensors: let them see its memory, and put its tensors back into the graph."""
     own = programs._traced
 
-    def traced(step: Any, inputs: Any, *, record: bool) -> Any:
+    def traced(step: Any, inputs: Any, *, record: Any = None) -> Any:
         there: dict[int, SimTensor] = {}
         with pytest.MonkeyPatch.context() as swap:
             for part in model.modules():

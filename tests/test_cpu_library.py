@@ -70,14 +70,14 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_choices_are_measured_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_choices_are_measured_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "kernels.so"
     choose(path, 0)
     [kept] = tmp_path.glob("*.json")
     DAMAGES[damage](kept)
     with caplog.at_level(logging.DEBUG, library.__name__):
         assert [choose(path, 1), choose(path, 0)] == [(True, {1}), (False, {1})]
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
 
 
 @pytest.mark.parametrize("obstacle", ["a directory", "no directory", "a lock"])

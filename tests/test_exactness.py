@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,8 +240,15 @@ def test_attention_by_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------- what is kept
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in ("llama", "gemma3_text", "qwen2")
-                                        for dtype in (torch.float32, torch.bfloat16)], ids=str)  # fmt: skip
+MODELS = [(name, dtype) for name in ("llama", "gemma3_text", "qwen2") for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, id=str(one), marks=[pytest.mark.exhaustive] if one != MODELS[0] else []) for one in MODELS
+    ],
+)
 def model(request: pytest.FixtureRequest) -> Any:
     """Groups of query heads; sliding windows and other norms; biases."""
     return attached(*request.param)
@@ -294,3 +302,11 @@ def test_a_first_exact_call_runs_the_kernels_and_what_others_do_not_change_them(
     assert generate(llama, 2, {**PLAIN, "compile": "kernels"}) == plain
     assert generate(llama, 2, {**PLAIN, **EXACT}, prefill_chunk_size=5) == plain
     assert generate(llama, 2, {**PLAIN, **EXACT}, past_key_values=DynamicCache(config=llama.config)) == plain
+
+
+def test_the_page_is_true(exact_llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "exactness.md").read_text()
+    ids, mask = prompts(1)
+    scope = {"model": exact_llama, "inputs": {"input_ids": ids, "attention_mask": mask}}
+    exec(page.split("<!-- exact -->\n```python\n", 1)[1].split("```", 1)[0], scope)
+    assert capsys.readouterr().out == "tensor(True)\n"

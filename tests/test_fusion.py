@@ -16,44 +16,49 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 
 import drafters
 from fusing import attached, fusing, runners_of, verified
 from hf_specdec.fusion import fused, patterns
-from hf_specdec.fusion.fused import FUSING_DEVICES, can_fuse
+from hf_specdec.fusion.fused import FUSING_DEVICES, PRODUCT_ROWS, PRODUCT_TILES, can_fuse
 from hf_specdec.heads.stages import captured_stages, stages_of
 from hf_specdec.verification import programs
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS
 from hf_specdec.verification.runners import CompiledForward, ModelForward
 from models import prompts
 
 TESTS = Path(__file__).parent
 
 
-def of(norms: int, added: int, gates: int, rotated: int = 1, rotary: int = 0) -> Counter[str]:
+def of(norms: int, added: int, products: int = 2, gated: int = 0, rotated: int = 1, rotary: int = 0) -> Counter[str]:
     """What is put in for each layer."""
-    names = ("rms_norm", "add_rms_norm", "gated", "rotated_attention", "rotary")
-    return Counter(dict(zip(names, (norms, added, gates, rotated, rotary), strict=True)))
+    counts = {"rms_norm": norms, "add_rms_norm": added, "products": products, "gated": gated}
+    return Counter(counts | {"rotated_attention": rotated, "rotary": rotary})
 
 
 FIRST, LAST = Counter({"rms_norm": 1}), Counter({"add_rms_norm": 1})
 HALF, FULL = torch.bfloat16, torch.float32
 PATTERNS: list[tuple[str, torch.dtype, Counter[str], Counter[str]]] = [
-    ("llama", HALF, of(0, 2, 1), FIRST),
-    ("llama", FULL, of(0, 2, 1), FIRST),
-    ("qwen3", torch.float16, of(2, 2, 1), FIRST),
-    ("gemma3_text", HALF, of(4, 2, 1), FIRST),
-    ("gemma3_text", FULL, of(4, 2, 1), FIRST),
-    ("qwen3_moe", HALF, of(2, 2, 1), FIRST),
-    ("phi3", HALF, of(0, 2, 1, rotated=0, rotary=2), FIRST),
-    ("glm", HALF, of(0, 2, 1, rotated=0), FIRST),
-    ("olmo2", HALF, of(4, 0, 1, rotated=0), LAST),
-    ("phi", HALF, of(0, 0, 0, rotated=0, rotary=2), Counter()),
-    ("cohere", HALF, of(0, 0, 1, rotated=0), Counter()),
+    ("llama", HALF, of(0, 2), FIRST),
+    ("llama", FULL, of(0, 2), FIRST),
+    ("qwen2", HALF, of(0, 2), FIRST),
+    ("qwen3", torch.float16, of(2, 2), FIRST),
+    ("gemma3_text", HALF, of(4, 2), FIRST),
+    ("gemma3_text", FULL, of(4, 2), FIRST),
+    ("qwen3_moe", HALF, of(2, 2, products=1, gated=1), FIRST),
+    ("phi3", HALF, of(0, 2, products=0, gated=1, rotated=0, rotary=2), FIRST),
+    ("glm", HALF, of(0, 2, products=1, gated=1, rotated=0), FIRST),
+    ("olmo2", HALF, of(4, 0, rotated=0), LAST),
+    ("phi", HALF, of(0, 0, products=1, rotated=0, rotary=2), Counter()),
+    ("cohere", HALF, of(0, 0, rotated=0), Counter()),
 ]
 """Operations put in for each layer and besides: the first norm, or the last one, is not in a layer.
 
-Others have another rotary embedding (of pairs, or in float32) or norm (LayerNorm), or rotate a part of each head.
+Others have another rotary embedding (of pairs, or in float32) or norm (LayerNorm), rotate a part of each head, or hold
+gate and up, or queries, keys and values, in one weight.
 """
 
 
@@ -80,19 +85,25 @@ def test_norms_of_a_model_with_attention_of_its_own() -> None:
     """gpt-oss, which is not captured: traced without a cache, with its own attention, rotary embedding and gates."""
     model = attached("gpt_oss", HALF)
     ids = torch.arange(24).view(2, 12)
-    graph = programs._traced(lambda ids: [model(input_ids=ids, use_cache=False).logits], [ids], record=False)
+
+    def step(ids: Tensor) -> list[Tensor]:
+        return [model(input_ids=ids, use_cache=False).logits]
+
+    graph = programs._traced(step, [ids], record=patterns.ReplaceProducts(fused.record_linear))
     weights = patterns.lift_weights(graph)
-    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4})
+    assert fused.fuse_operations(graph) == Counter({"rms_norm": 1, "add_rms_norm": 4, "products": 2})
     for given in (ids, torch.arange(15).view(3, 5)):
         assert torch.equal(graph.forward(given, *weights)[0], model(input_ids=given, use_cache=False).logits)
 
 
 HEADS: dict[str, list[dict[str, int]]] = {
-    "eagle": [{"add_rms_norm": 1, "gated": 1, "rotary": 2}, {}],
-    "eagle3": [{"rms_norm": 2, "add_rms_norm": 1, "gated": 1, "rotary": 2}, {"rms_norm": 1}, {"rms_norm": 1}],
-    "mtp": [{"rms_norm": 3, "add_rms_norm": 2, "gated": 1, "rotary": 2}, {}],
-    "dflash": [{"rms_norm": 5, "add_rms_norm": 4, "gated": 2, "rotary": 4}, {}, {"rms_norm": 3, "rotary": 2}],
-}
+    "eagle": [{"add_rms_norm": 1, "rotary": 2, "products": 2}, {}],
+    "eagle3": [{"rms_norm": 2, "add_rms_norm": 1, "rotary": 2, "products": 2}, {"rms_norm": 1}, {"rms_norm": 1}],
+    "mtp": [{"rms_norm": 3, "add_rms_norm": 2, "rotary": 2, "products": 2}, {}],
+    "dflash": [
+        {"rms_norm": 5, "add_rms_norm": 4, "rotary": 4, "products": 4}, {},
+        {"rms_norm": 3, "rotary": 2, "products": 1}],
+}  # fmt: skip
 """What is put in for the layers of a head, for its scores, and for what it makes of features, if anything."""
 
 
@@ -157,6 +168,87 @@ def test_nothing_is_traced_where_fusing_is_off() -> None:
     assert not found
 
 
+TORCH, FIRST_TILE, WRONG, TOO_LARGE, LAST_TILE = range(-1, len(PRODUCT_TILES))
+TIMES: dict[int, tuple[dict[int, float], int]] = {
+    1: ({TORCH: 10.0, FIRST_TILE: 9.8, LAST_TILE: 9.75}, TORCH),  # less than 3 % faster
+    8: ({TORCH: 10.0, FIRST_TILE: 9.6, LAST_TILE: 9.8}, FIRST_TILE),
+    16: ({TORCH: 10.0, FIRST_TILE: 9.0, LAST_TILE: 8.0}, LAST_TILE),
+    32: ({TORCH: 10.0, FIRST_TILE: 10.1, LAST_TILE: 20.0}, TORCH),
+    64: ({TORCH: 10.0, FIRST_TILE: 10.0, LAST_TILE: 5.0}, LAST_TILE),
+}
+"""Times of the tiles that are right, and the choice, by rows."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkeypatch: Any, caplog: Any) -> None:
+    """Among those that are right and fit on the device; torch's products stay if they are about as fast."""
+    layers = [nn.Linear(16, size, bias=bias) for size in (20, 5, 5, 7, 7, 20, 5, 5, 7, 7)]
+    launched, asked = list[int](), list[set[int]]()
+
+    def step(x: Tensor) -> list[Tensor]:
+        found = list[Tensor]()
+        for q, k, v, gate, up in (layers[:5], layers[5:]):
+            found += [q(x), k(x), v(x), functional.silu(gate(x)) * up(x)]
+        return found
+
+    def launch(_name: str, x: Tensor, weights: Any, biases: Any, activation: str, tile: Any) -> list[Tensor]:
+        launched.append(PRODUCT_TILES.index(tile))
+        if launched[-1] == TOO_LARGE:
+            raise RuntimeError("out of resource: shared memory")
+        made = fused._products(x, weights, biases, "", ())
+        made[-1][..., -1] += float(launched[-1] == WRONG)
+        return [fused._gate(made[0], made[1], activation)] if activation else made
+
+    def times(runs: Any) -> list[float]:
+        timed = []
+        for run in runs:
+            launched.clear()
+            run()
+            timed.append(launched[0] if launched else TORCH)
+            assert launched in ([], [timed[-1]] * 2), "those of both layers"
+        known, _ = list(TIMES.values())[len(asked) % len(TIMES)]
+        asked.append(set(timed))
+        return [known[tile] for tile in timed]
+
+    def joined(dtype: torch.dtype, timer: Any) -> tuple[Any, list[Tensor], list[list[int]]]:
+        for layer in layers:
+            layer.to(dtype)
+        graph = programs._traced(
+            step, [torch.randn(2, 7, 16, dtype=dtype)], record=patterns.ReplaceProducts(fused.record_linear)
+        )
+        weights = patterns.lift_weights(graph)
+        assert fused.fuse_operations(graph) == {"products": 4}
+        programs.choose_tiles(graph, weights, timer)
+        tables = [
+            node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.hf_specdec_fused.products.default
+        ]
+        return graph, weights, tables
+
+    monkeypatch.setattr(fused, "_launch", launch)
+    monkeypatch.setattr(programs, "_CHOSEN", {})
+    caplog.set_level(logging.DEBUG, "hf_specdec")
+    graph, weights, tables = joined(FULL, times)
+    choices = [choice for _, choice in TIMES.values()]
+    assert tuple(TIMES) == PRODUCT_ROWS == CAPTURED_WIDTHS
+    assert tables == [choices] * 4
+    assert asked == [{TORCH, FIRST_TILE, LAST_TILE}] * 2 * len(TIMES)
+    assert {weight.data_ptr() for weight in weights} == {
+        one.data_ptr() for part in layers for one in part.parameters()
+    }
+    assert "8 rows x 20 + 5 + 5 of 16" in caplog.text
+    for rows, widest in ((0, 1), (1, 1), (2, 8), (8, 8), (9, 16), (30, 32), (64, 64), (65, None)):
+        launched.clear()
+        x = torch.randn(1, rows, 16)
+        torch.testing.assert_close(graph.forward(x, *weights), step(x))
+        choice = TORCH if widest is None else TIMES[widest][1]
+        assert launched == ([] if choice == TORCH else [choice] * 4), rows
+    assert joined(FULL, None)[2] == tables, "chosen once in a process"
+    assert joined(HALF, None)[2] == [[]] * 4
+    assert "are not joined, because timing them failed: TypeError" in caplog.text
+    assert joined(HALF, times)[2] == tables
+
+
 triton_test = pytest.mark.skipif(not can_fuse(torch.device("cuda")), reason="Triton is not installed")
 
 
@@ -174,27 +266,44 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_specdec.fusion import triton_kernels as kernels
+from hf_specdec.fusion.fused import PRODUCT_ROWS, PRODUCT_TILES
 
 pointers = {
     kernels._norm_kernel: "x residual weight total result",
     kernels._rotary_kernel: "query key value cos sin rotated keys values",
     kernels._gate_kernel: "gate other result",
+    kernels._product_kernel: "x weight second_weight third_weight bias second_bias third_bias result second_result "
+                             "third_result",
 }
+products = [
+    {"BIASED": gated, "GATED": gated, "SILU": True, "BLOCK_M": max(rows, 16), "BLOCK_N": block,
+     "BLOCK_K": length // 2, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    for gated in (False, True) for rows in PRODUCT_ROWS[2:] for block, length, warps, stages in PRODUCT_TILES
+]
 options = {
     kernels._norm_kernel: [{"ADDS": adds, "EARLY": not adds, "BLOCK": 4096} for adds in (False, True)],
     kernels._rotary_kernel: [{"APPENDS": appends, "HALF": 64, "VALUE": 128} for appends in (False, True)],
     kernels._gate_kernel: [{"SILU": silu, "BLOCK": 1024} for silu in (False, True)],
+    kernels._product_kernel: products,
 }
 for capability, dtype in ((80, "fp16"), (90, "bf16")):
     for kernel, names in pointers.items():
         types = {name: f"*{dtype}" for name in names.split()} | {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
-        for constants in options[kernel]:
+        aligned = [*names.split(), "x_row", "k"] if kernel is kernels._product_kernel else []
+        attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        for given in options[kernel]:
+            constants = {name: value for name, value in given.items() if name.isupper()}
             signature = {name: "constexpr" if name in constants else types.get(name, "i32")
                          for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
-            made = triton.compile(source, GPUTarget("cuda", capability, 32), kernels.EXACT_STEPS)
+            values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+            source = ASTSource(kernel, signature, values, attributes)
+            launch = {name: value for name, value in given.items() if name.islower()} or kernels.EXACT_STEPS
+            made = triton.compile(source, GPUTarget("cuda", capability, 32), launch)
             assert made.asm["cubin"]
             assert "fma.rn" not in made.asm["ptx"] or kernel is not kernels._rotary_kernel
+            if kernel is kernels._product_kernel:
+                assert "cp.async.cg.shared.global" in made.asm["ptx"], "16 bytes at a time"
+                assert made.metadata.shared <= (227 if capability == 90 else 163) * 1024
 print("compiled")
 """
 

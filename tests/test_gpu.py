@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HqqConfig, Qu
 
 import drafters
 import zoo
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.verification import graph_backends, graphs
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec.verification import device_attention, graph_backends, graphs
 from models import prompts
 
 SIMULATED = "SPECDEC_SIMULATED_DEVICE" in os.environ
@@ -86,14 +86,36 @@ def test_auto_on_the_device(model: Any, batch_size: int) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_graphs_on_the_device(model: Any, batch_size: int) -> None:
+def test_graphs_on_the_device(model: Any, batch_size: int, caplog: pytest.LogCaptureFixture) -> None:
     """Every shape is captured when it comes up for the third time; the answers stay."""
+    caplog.set_level("INFO", "hf_specdec")
     plain = generate(model, batch_size)
     for _ in range(4):
         assert torch.equal(plain, generate(model, batch_size, speculative={"method": "prompt_lookup", "top_k": 2}))
     program = model._speculation.programs.get("cuda_graph")
     if program is not None and program.runner is not None:
         assert program.runner.captured_keys()
+    assert "are not joined" not in caplog.text  # products with the same input were timed
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_graphs_of_exact_calls_on_the_device(
+    on_device: Callable[[Any], Any], name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, with drafts of every kind: the ids of plain decoding on graphs, run after run."""
+    if SIMULATED:
+        monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
+    model = SpeculativeGenerationMixin.attach(on_device(copy.deepcopy(zoo.build(name)).to(torch.bfloat16)))
+    exact = {"exact": True, "compile": "cuda_graph"}
+    try:
+        plain = generate(model, batch_size, max_new_tokens=64, speculative={"method": "plain", **exact})
+    except UnsupportedGenerationError as error:
+        pytest.skip(str(error))
+    for row in drafters.ROWS if not SIMULATED else [drafters.BY_NAME["eagle3"]]:
+        config = {**row.add(model, plain[:, -64:].cpu()), **exact}
+        for _ in range(3):
+            assert torch.equal(plain, generate(model, batch_size, max_new_tokens=64, speculative=config)), row.name
 
 
 @pytest.mark.parametrize(("package", "config"), [

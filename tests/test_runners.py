@@ -288,7 +288,7 @@ def test_the_page_is_true(compiled: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
     ids, mask = prompts(1)
     scope = {"model": compiled, "inputs": {"input_ids": ids, "attention_mask": mask}}
-    for example, method in (("compile", "hybrid"), ("kernels alone", "prompt_lookup")):
+    for example, method in (("compile", "hybrid"), ("kernels alone", "plain")):
         exec(page.split(f"<!-- {example} -->", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], scope)
         assert compiled.last_speculation.method == method
     assert compiled.last_speculation.num_drafted_tokens == 0

@@ -494,7 +494,7 @@ def _kept_choices(path: Path) -> dict[str, int] | None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        logger.debug("Choices of the CPU kernels are measured anew: %s.", error)
+        logger.debug("Choices of the CPU kernels are measured again: %s.", error)
     return None
 
 

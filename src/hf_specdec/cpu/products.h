@@ -57,8 +57,9 @@ constexpr int HEIGHTS[] = {8, 8, 8, 6, 4, 4, 3, 3};
 #endif
 constexpr int MOST = sizeof(HEIGHTS) / sizeof(int);  // rows of x in a tile; HEIGHTS[M - 1] rows of W are in one of M
 constexpr long PANEL = 48, PANEL_BYTES = 256 << 10;  // most rows of W in a panel, divisible by all heights, and most bytes
+constexpr long SMALL_PANEL = LANES == 8 ? 12 : 24;   // rows of W in a panel that one group of rows of x passes
 constexpr long BLOCK = 1024;                         // numbers of a row that a group multiplies before the next ones
-constexpr long FEW_ROWS = 3, STREAM_X = 24 << 10;    // most rows, and bytes of them, for which W is read in streams
+constexpr long FEW_ROWS = LANES == 8 ? 3 : 4, STREAM_X = 24 << 10;    // most rows, and bytes of them, for which W is read in streams
 constexpr long MANY_ROWS = 256;                      // rows of x that are packed at a time
 constexpr long AHEAD = 1024;                         // bytes of a stream that are prefetched
 
@@ -233,7 +234,8 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
     const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
     const bool in_streams = rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
     const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / long(k * sizeof(T)) / 12 * 12));
-    const long height = in_streams ? std::max<long>(1, last - first) : fitting, each = group_size(rows);
+    const long several = rows <= MOST ? SMALL_PANEL : fitting;  // a panel is read once: what is before it is not prefetched
+    const long height = in_streams ? std::max<long>(1, last - first) : several, each = group_size(rows);
     const long space = (height + LANES - 1) / LANES * LANES + LANES;
     static thread_local std::vector<float> made;
     if (made.size() < size_t(2 * each * space)) made.resize(2 * each * space);

@@ -12,7 +12,6 @@ products, the product after them, the next layer's RMSNorm and its queries, keys
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -21,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import (
@@ -36,11 +33,14 @@ from hf_specdec.cpu.operations import (
 )
 from hf_specdec.fusion.patterns import (
     Node,
-    find_gates,
+    ReplaceProducts,
+    find_gated_products,
     find_norm,
+    find_products_of_one,
     find_rotary,
     find_rotated,
     is_call,
+    is_product,
     replace_call,
     traced_value,
     views_as_reshapes,
@@ -59,7 +59,7 @@ _SCALAR_ENDS = {aten.silu, aten.gelu, aten.sigmoid, aten.softplus, aten.mish, at
 """Operations that torch computes with another exponential function where a thread's numbers do not fill a vector."""
 
 
-class KernelProducts(TorchFunctionMode):
+class KernelProducts(ReplaceProducts):
     """Mode in which the kernels compute `torch.nn.functional.linear`, if they support its inputs, without gradients.
 
     Args:
@@ -67,19 +67,15 @@ class KernelProducts(TorchFunctionMode):
     """
 
     def __init__(self, *, recorded: bool = False) -> None:
-        super().__init__()
         define_operations()
-        self._multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
+        multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.linear:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            x, weight, bias = given["input"], given["weight"], given.get("bias")
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-            if not needs_gradient and can_multiply(x, weight, bias):
-                return self._multiply(x, [weight], [bias], NO_ACTIVATION)
-        return func(*args, **kwargs)
+            supports = not needs_gradient and can_multiply(x, weight, bias)
+            return multiply(x, [weight], [bias], NO_ACTIVATION) if supports else None
+
+        super().__init__(product)
 
 
 def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
@@ -144,15 +140,10 @@ def call_functions(graph: fx.GraphModule) -> None:
 
 def _match_gate(product: Node) -> None:
     """Replace `act(linear(x, W0)) * linear(x, W1)` by one call of the kernel `linear`."""
-    for name, active, other in find_gates(product):
-        gate = active.args[0]
-        if not _is_product(gate) or not _is_product(other) or gate.args[0] is not other.args[0]:
-            continue
-        used_once = len(gate.users) == len(other.users) == len(active.users) == 1
-        if used_once and traced_value(gate.args[1][0]).shape == traced_value(other.args[1][0]).shape:
-            weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
-            replace_call(product, kernels.linear.default, (gate.args[0], weights, biases, _ACTIVATIONS[name]))
-            return
+    if found := find_gated_products(product, kernels.linear.default):
+        name, gate, other = found
+        weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
+        replace_call(product, kernels.linear.default, (gate.args[0], weights, biases, _ACTIVATIONS[name]))
 
 
 def _match_residual(total: Node) -> None:
@@ -162,7 +153,7 @@ def _match_residual(total: Node) -> None:
     for product, residual in (total.args[:2], total.args[1::-1]):
         if not is_call(product, kernels.linear.default) or len(product.args) != 4 or len(product.users) != 1:
             continue
-        if any(user is not product and _is_product(user) for user in product.args[0].users):
+        if any(user is not product and is_product(user, kernels.linear.default) for user in product.args[0].users):
             continue  # products with one input are joined
         shape, added = traced_value(product), traced_value(residual)
         if added is None or product.args[3] != NO_ACTIVATION or added.dtype != shape.dtype:
@@ -209,23 +200,12 @@ def _part_of_heads(node: Node) -> tuple[Node, int, int, int] | None:
     return (product, size, first, last) if dimension == -1 and is_call(product, kernels.linear.default) else None
 
 
-def _is_product(node: Node) -> bool:
-    """Whether a node is a product with a single weight and without a residual."""
-    return is_call(node, kernels.linear.default) and len(node.args[1]) == 1 and len(node.args) == 4
-
-
 def _join_products(graph: fx.Graph) -> None:
-    """Compute products with the same input in one call, which starts the threads once; all weights are inputs."""
-    members: dict[Node, list[Node]] = defaultdict(list)
-    for node in filter(_is_product, graph.nodes):
-        if all(weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))):
-            members[node.args[0]].append(node)
-    for x, nodes in members.items():
-        if len(nodes) < 2:
-            continue
+    """Compute products with the same input in one call, which starts the threads once."""
+    for nodes in find_products_of_one(graph, kernels.linear.default):
         weights, biases = ([node.args[index][0] for node in nodes] for index in (1, 2))
         with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(kernels.linear.default, (x, weights, biases, NO_ACTIVATION))
+            joined = graph.call_function(kernels.linear.default, (nodes[0].args[0], weights, biases, NO_ACTIVATION))
             joined.meta["val"] = torch.cat([traced_value(node) for node in nodes], dim=-1)
             begin = 0
             for node, weight in zip(nodes, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Patterns of small operations in traced forwards: RMSNorm, rotary embedding, gated products, rotated attention.
+"""Patterns in traced forwards: RMSNorm, rotary embedding, products to be joined or gated, rotated attention.
 
 Patterns are found among the operations, so nothing depends on an architecture's classes. Each function here looks at
 one node and returns what a backend needs to replace it: the CPU kernels (`cpu/rewrite.py`) or the fused operations of
@@ -7,15 +7,39 @@ GPUs (`fusion/fused.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
 Node = Any
 """An `fx.Node`, or another argument of an operation: its arguments have too many types to name."""
+
+
+class ReplaceProducts(TorchFunctionMode):
+    """Mode in which another function computes `torch.nn.functional.linear`.
+
+    Args:
+        multiply: Returns the product of x, weight and bias; None for inputs that it does not support.
+    """
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor | None]) -> None:
+        super().__init__()
+        self._multiply = multiply
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            product = self._multiply(given["input"], given["weight"], given.get("bias"))
+            if product is not None:
+                return product
+        return func(*args, **kwargs)
 
 
 def lift_weights(graph: fx.GraphModule) -> list[Tensor]:
@@ -169,6 +193,34 @@ def find_gates(product: Node) -> Iterator[tuple[Any, Node, Node]]:
             yield "silu", active, other
         elif is_call(active, aten.gelu.default) and active.kwargs.get("approximate") == "tanh":
             yield "gelu", active, other
+
+
+def is_product(node: Node, linear: Any) -> bool:
+    """Whether a node is a product `linear(x, [weight], [bias], activation)`, without a residual."""
+    return is_call(node, linear) and len(node.args[1]) == 1 and len(node.args) == 4
+
+
+def find_gated_products(product: Node, linear: Any) -> tuple[str, Node, Node] | None:
+    """Return activation and products of a node `act(linear(x, W0)) * linear(x, W1)`, if nothing else uses these."""
+    for name, active, other in find_gates(product):
+        gate = active.args[0]
+        if not is_product(gate, linear) or not is_product(other, linear) or gate.args[0] is not other.args[0]:
+            continue
+        used_once = len(gate.users) == len(other.users) == len(active.users) == 1
+        if used_once and traced_value(gate.args[1][0]).shape == traced_value(other.args[1][0]).shape:
+            return name, gate, other
+    return None
+
+
+def find_products_of_one(graph: fx.Graph, linear: Any) -> list[list[Node]]:
+    """Return the products that have their input in common with others, by input; all weights are inputs."""
+    members: dict[Node, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if is_product(node, linear) and all(
+            weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))
+        ):
+            members[node.args[0]].append(node)
+    return [nodes for nodes in members.values() if len(nodes) > 1]
 
 
 def find_rotated(node: Node, attention: Any, rotary: Any) -> tuple[list[Node], tuple[Node, ...], list[Node]] | None:

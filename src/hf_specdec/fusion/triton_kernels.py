@@ -1,11 +1,13 @@
 """The fused operations of `fusion/fused.py` as Triton kernels; see there for what each function returns.
 
 All compute in float32 and round where the operations they replace do. Rows are those of the last dimension. Numbers of
-rows and nodes are not specialised: one compiled kernel serves all widths.
+rows and nodes are not specialised: one compiled kernel serves all widths (joined products: three, by their tiles).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -90,16 +92,63 @@ def _rotary_kernel(
 
 
 @triton.jit
+def _activate(x, SILU: tl.constexpr):
+    # GELU: x / 2 * (1 + tanh(u)) is x * sigmoid(2 u)
+    u = x if SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1 + tl.exp(-u))
+
+
+@triton.jit
 def _gate_kernel(gate, other, result, size, gate_row, other_row, SILU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     x = tl.load(gate + row * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
-    # GELU: x / 2 * (1 + tanh(u)) is x * sigmoid(2 u)
-    u = x if SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    active = (x / (1 + tl.exp(-u))).to(result.dtype.element_ty).to(tl.float32)
+    active = _activate(x, SILU).to(result.dtype.element_ty).to(tl.float32)
     factor = tl.load(other + row * other_row + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + row * size + columns, (active * factor).to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "size", "second_size", "third_size"])
+def _product_kernel(
+    x, weight, second_weight, third_weight, bias, second_bias, third_bias, result, second_result, third_result,
+    rows, x_row, size, second_size, third_size, k, BIASED: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of weight rows: of one of three weights, or of the first two, gate and up."""
+    tile = tl.program_id(0)
+    if not GATED:
+        before = tl.cdiv(size, BLOCK_N)
+        if tile >= before:
+            tile -= before
+            weight, bias, result, size = second_weight, second_bias, second_result, second_size
+            before = tl.cdiv(second_size, BLOCK_N)
+            if tile >= before:
+                tile -= before
+                weight, bias, result, size = third_weight, third_bias, third_result, third_size
+    row, columns, inner = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    has_row, has_column = row < rows, columns < size
+    given = x + tl.where(has_row, row, 0)[:, None] * x_row + inner[None, :]
+    offsets = tl.where(has_column, columns, 0).to(tl.int64)[None, :] * k + inner[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        exists = inner < k - begin
+        part = tl.load(given + begin, mask=exists[None, :], other=0.0)
+        total = tl.dot(part, tl.load(weight + offsets + begin, mask=exists[:, None], other=0.0), total,
+                       input_precision="ieee")  # fmt: skip
+        if GATED:
+            other = tl.dot(part, tl.load(second_weight + offsets + begin, mask=exists[:, None], other=0.0), other,
+                           input_precision="ieee")  # fmt: skip
+    if BIASED:
+        total += tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    dtype = result.dtype.element_ty
+    if GATED:
+        if BIASED:
+            other += tl.load(second_bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+        active = _activate(total.to(dtype).to(tl.float32), SILU).to(dtype).to(tl.float32)
+        total = active * other.to(dtype).to(tl.float32)
+    tl.store(result + row[:, None] * size + columns[None, :], total.to(dtype), mask=has_row[:, None] & has_column)
 
 
 # ----------------------------------------------------------------------------------------------- launches
@@ -194,3 +243,23 @@ def launch_gated(gate: Tensor, other: Tensor, activation: str) -> Tensor:
                 BLOCK=block, **EXACT_STEPS,
             )  # fmt: skip
     return result
+
+
+def launch_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str, tile: tuple[int, ...]
+) -> list[Tensor]:
+    """See `_products` in `fusion/fused.py`; there is a bias for each weight or for none."""
+    (block, length, warps, stages), k = tile, x.shape[-1]
+    given, sizes, biased = _unit(x).reshape(-1, k), [len(weight) for weight in weights], biases[0] is not None
+    results = [x.new_empty(*x.shape[:-1], size) for size in (sizes[:1] if activation else sizes)]
+    pointers = [weights[index % len(weights)] for index in range(3)]
+    added = [biases[index % len(biases)] for index in range(3)] if biased else pointers
+    if x.numel():
+        with torch.cuda.device_of(x):
+            _product_kernel[(sum(triton.cdiv(one.shape[-1], block) for one in results),)](
+                given, *pointers, *added, *(results[index % len(results)] for index in range(3)), len(given),
+                given.stride(0), *[*sizes, 0][:3], k, BIASED=biased, GATED=bool(activation),
+                SILU=activation == "silu", BLOCK_M=max(triton.next_power_of_2(len(given)), 16), BLOCK_N=block,
+                BLOCK_K=length // x.itemsize, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+            )  # fmt: skip
+    return results

@@ -93,9 +93,10 @@ class _Loop:
         call, target, needs = self._call, self._call.target, self._call.drafter.needs
         stack.callback(target.close)
         stack.enter_context(target.tapped(needs.feature_layers))
+        wants_logits = needs.prompt_logits and not call.width  # torch's products of more rows round otherwise
         with self.time("prefill"):
             prefill = target.prefill(
-                call.input_ids, config, call.model_kwargs, prompt_logits=needs.prompt_logits and not call.width,
+                call.input_ids, config, call.model_kwargs, prompt_logits=wants_logits,
                 window=call.drafter.feature_window(call.config),
             )  # fmt: skip
             roots = call.text.begin(prefill.logits[:, -1])
@@ -110,7 +111,7 @@ class _Loop:
                 roots=roots,
                 features=prefill.features,
                 # not those of the last chunk alone
-                logits=prefill.logits if needs.prompt_logits and prefill.logits.shape[1] == width else None,
+                logits=prefill.logits if wants_logits and prefill.logits.shape[1] == width else None,
                 launches=launches,
                 step_costs=call.controller.step_costs if needs.step_costs else None,
             )

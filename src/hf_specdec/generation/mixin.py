@@ -175,7 +175,7 @@ class SpeculativeGenerationMixin:
         """Generate token ids as transformers does; with `speculative`, in fewer forwards.
 
         In float32 greedy ids are those of plain `generate()`, and sampled tokens have the same distribution. In half
-        precision the output may differ after a near-tie between two tokens.
+        precision the output may differ after a near-tie between two tokens: see docs/exactness.md.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
         keep their meaning. With `speculative`, these are refused (reasons: docs/generate.md in the clone):
@@ -191,7 +191,8 @@ class SpeculativeGenerationMixin:
           `synced_gpus` if recurrent;
         * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
           that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
-        * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
+        * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU; whatever
+          `exact=True` cannot keep.
 
         Args:
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a

@@ -293,7 +293,9 @@ def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
     return is_correct("the memory-efficient kernel", trial, dtype, f"SDPA chooses the attention kernel for {sizes}")
 
 
-def is_correct(kernel: str, trial: Callable[[], float], dtype: torch.dtype, otherwise: str) -> bool:
+def is_correct(
+    kernel: str, trial: Callable[[], float], dtype: torch.dtype, otherwise: str, level: int = logging.INFO
+) -> bool:
     """Whether the error in a trial run, which synchronizes the device, is as small as the dtype allows.
 
     If not, the reason is logged, with what happens otherwise. If the trial run does not fit in memory, that is raised,
@@ -312,7 +314,7 @@ def is_correct(kernel: str, trial: Callable[[], float], dtype: torch.dtype, othe
         except Exception as failure:  # drivers, compilers and other versions of torch raise various types
             reason = f"{kernel} fails ({type(failure).__name__}: {failure})"
     if reason:
-        logger.info("%s: %s.", otherwise, reason)
+        logger.log(level, "%s: %s.", otherwise, reason)
     return not reason
 
 
