@@ -70,7 +70,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_choices_are_measured_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_choices_are_measured_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "kernels.so"
     choose(path, 0)
     [kept] = tmp_path.glob("*.json")

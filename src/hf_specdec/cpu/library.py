@@ -442,8 +442,9 @@ def _this_machine() -> InstructionSet:
 
 def _opened(path: Path) -> ctypes.CDLL:
     before = openmp_runtimes()
-    if SYSTEM == "darwin" and before:
-        ctypes.CDLL(_openmp()[0], mode=ctypes.RTLD_GLOBAL)  # its functions are found by name
+    if SYSTEM == "darwin":
+        for runtime in _openmp()[:1]:
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # its functions are found by name
     library = ctypes.CDLL(str(path))
     for name in EXPORTED:
         if not hasattr(library, name):
