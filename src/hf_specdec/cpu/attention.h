@@ -138,7 +138,7 @@ static void score(const T *keys, long dim, long size, const Rows<Dot<T>> &q, uin
 #pragma GCC unroll 4
                         for (int i = 0; i < 4; i++) {
                             const float number = x[i][place + half * LANES];
-                            sum[i][0] += number * one, sum[i][1] += number * two;
+                            sum[i][0] = fused(one, number, sum[i][0]), sum[i][1] = fused(two, number, sum[i][1]);
                         }
                     }
                 }
@@ -177,7 +177,10 @@ static inline void weigh(const float *const p[4], const T *v, const T *drafted, 
             for (int d = 0; d < D; d++)
                 for (int half = 0; half < Dot<T>::parts; half++) {
                     const Floats value = Dot<T>::load(from + d * Dot<T>::step, half);
-                    for (int i = 0; i < 4; i++) sum[i][d * Dot<T>::parts + half] += p[i][n] * value;
+                    for (int i = 0; i < 4; i++) {
+                        Floats &one = sum[i][d * Dot<T>::parts + half];
+                        one = fused(value, p[i][n], one);
+                    }
                 }
     };
     add(v, 0, part.size);
@@ -254,11 +257,13 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             const long c = task % chunks, first = first_of(b), length = length_of(b);
             const long slots = is_tree ? length : std::max<long>(0, length + new_end);  // without a tree, nodes are among them
             Part part{first + c * CHUNK, std::max<long>(0, std::min(CHUNK, slots - c * CHUNK)), 0, 0, 0};
+            bool is_mixed = false;  // whether nodes of other chunks are between them
             if (is_tree) {
-                long last = 0;
+                long last = 0, count = 0;
                 for (long n = a.nodes - 1; n >= 0; n--)
-                    if (position_of(b, n) / CHUNK == c) part.node = n, last = std::max(last, n + 1);
+                    if (position_of(b, n) / CHUNK == c) part.node = n, last = std::max(last, n + 1), count++;
                 part.nodes = last - (last ? part.node : 0);
+                is_mixed = count < part.nodes;
                 part.place = (part.size + LANES - 1) / LANES * LANES;
             }
             const long end = part.nodes ? part.place + part.nodes : part.size;  // of the scores
@@ -298,7 +303,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                     hide(p, seen + part.from, part.size);
                     if (part.nodes) hide(p + part.place, seen + a.begin + part.node, part.nodes);
                 }
-                for (long n = 0; n < part.nodes; n++)
+                for (long n = 0; n < part.nodes && is_mixed; n++)
                     if (position_of(b, part.node + n) / CHUNK != c) p[part.place + n] = -INFINITY;
                 if (a.form == CHAIN)
                     for (long n = std::max<long>(0, position_of(b, node) + 1 - c * CHUNK); n < part.size; n++) p[n] = -INFINITY;
@@ -317,7 +322,8 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                 }
                 float lanes[LANES];
                 store(lanes, total);
-                for (long n = 0; n < part.nodes; n++) lanes[position_of(b, part.node + n) % LANES] += p[part.place + n];
+                for (long n = 0; n < part.nodes; n++)
+                    if (const float one = p[part.place + n]) lanes[position_of(b, part.node + n) % LANES] += one;
                 for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
                 result[m * (dv + 2) + dv] = most_score;
                 result[m * (dv + 2) + dv + 1] = sum;

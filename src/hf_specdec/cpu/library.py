@@ -61,7 +61,7 @@ MEASURE = -1
 OTHERS = (*CHOICES, "read_memory", "limit_scratch", "has_threads")
 EXPORTED = (*(f"{name}_{bits}" for name in FUNCTIONS for bits in (16, 32)), *OTHERS)
 SYSTEM = sys.platform
-OPTIONS = ("-std=c++17", "-O3", "-w", "-shared")
+OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-w", "-shared")
 SYSTEM_OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "linux": (["-fPIC"], ["-fopenmp"]),
     "darwin": (["-fPIC", "-undefined", "dynamic_lookup"], ["-Xclang", "-fopenmp"]),

@@ -181,12 +181,16 @@ template <class V, class I> static inline V exponential(V x) {
 typedef int32_t FourWords __attribute__((vector_size(16)));
 typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 
-// sum += w * x, rounded once. Of 16 registers, compilers waste some: they would overwrite x, and keep a sum in memory.
+// w * x + sum, rounded once (`-ffp-contract=fast`). Bits must be equal wherever a product is computed, and intrinsics take
+// half as long again: GCC moves their operands about.
+template <class X> static inline Floats fused(Floats w, X x, Floats sum) { return w * x + sum; }
+// The same, for tiles that need all of 16 registers, some of which compilers waste: they overwrite x, and keep a sum in
+// memory.
 static inline void add_product(Floats &sum, Floats w, Floats x) {
 #if LANES == 8
     asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 #else
-    sum += w * x;
+    sum = fused(w, x, sum);
 #endif
 }
 
