@@ -59,7 +59,8 @@ constexpr int MOST = sizeof(HEIGHTS) / sizeof(int);  // rows of x in a tile; HEI
 constexpr long PANEL = 48, PANEL_BYTES = 256 << 10;  // most rows of W in a panel, divisible by all heights, and most bytes
 constexpr long SMALL_PANEL = LANES == 8 ? 12 : 24;   // rows of W in a panel that one group of rows of x passes
 constexpr long BLOCK = 1024;                         // numbers of a row that a group multiplies before the next ones
-constexpr long FEW_ROWS = LANES == 8 ? 3 : 4, STREAM_X = 24 << 10;    // most rows, and bytes of them, for which W is read in streams
+constexpr long FEW_ROWS = LANES == 8 ? 3 : 4;        // most rows for which W is read in streams,
+constexpr long STREAM_X = 24 << 10;                  // and most bytes of them
 constexpr long MANY_ROWS = 256;                      // rows of x that are packed at a time
 constexpr long AHEAD = 1024;                         // bytes of a stream that are prefetched
 
@@ -72,8 +73,7 @@ struct Ahead {
     long lines;
 };
 
-// One tile: R rows of w, `apart` numbers apart, times M rows of x; numbers `from` to `to` of K. Sums of the numbers before
-// are in `sums_before` unless `from` is 0, and are left there unless `is_last`; then out[m * space + r * step] is set.
+// Add the products of one step of R rows of w, `apart` numbers apart, with M rows of x.
 template <class D, int R, int M>
 static inline __attribute__((always_inline)) void
 add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
@@ -107,6 +107,8 @@ add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename
         }
     }
 }
+// One tile, for the numbers `from` to `to` of K. Sums of the numbers before are in `sums_before` unless `from` is 0, and are
+// left there unless `is_last`; then out[m * space + r * step] is set.
 template <class D, int R, int M, bool STREAMS>
 static __attribute__((noinline)) void tile(const typename D::W *w, long apart, long from, long to, bool is_last,
                                            const typename D::X *x, long stride, float *sums_before, float *out, long space,
@@ -170,19 +172,19 @@ static void multiply_group(const typename D::W *w, long k, long size, const type
     static thread_local std::vector<float> kept;
     if (in_blocks && kept.size() < size_t(size * M * LANES)) kept.resize(size * M * LANES);
     float *const before = kept.data();
-    const long each = in_streams ? size / R : 1, tiles = size / R, share = ahead.lines / std::max<long>(1, blocks * tiles) + 1;
+    const long tiles = size / R, share = ahead.lines / std::max<long>(1, blocks * tiles) + 1;
     for (long from = 0; from < k; from += block) {
         const long to = std::min(from + block, k);
         const bool is_last = to == k;
         for (long t = 0; t < tiles; t++) {
-            const long first = in_streams ? t : t * R;
-            Ahead some{ahead.from, std::min(share, ahead.lines)};
-            if (in_streams)
-                tile<D, R, M, true>(w + first * k, each * k, from, to, is_last, x, stride, before, out + first, space, each, {});
-            else
-                tile<D, R, M, false>(w + first * k, k, from, to, is_last, x, stride, before + first * M * LANES, out + first, space,
-                                     1, some);
-            ahead.from += 64 * some.lines, ahead.lines -= some.lines;
+            if (in_streams) {
+                tile<D, R, M, true>(w + t * k, tiles * k, from, to, is_last, x, stride, before, out + t, space, tiles, {});
+                continue;
+            }
+            const long n = t * R, lines = std::min(share, ahead.lines);
+            tile<D, R, M, false>(w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1,
+                                 {ahead.from, lines});
+            ahead.from += 64 * lines, ahead.lines -= lines;
         }
         for (long n = tiles * R; n < size; n++)
             tile<D, 1, M, false>(w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1, {});
