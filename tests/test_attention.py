@@ -153,7 +153,9 @@ def test_a_generation_in_another_thread_does_not_disturb_a_trace(monkeypatch: py
         chosen = {"method": "prompt_lookup", "compile": "none"}
         answers.append(model.generate(ids, speculative=chosen, **options).tolist())
 
-    def disturbed(self: Any, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Any) -> Any:
+    def disturbed(
+        self: Any, tokens: Tensor, positions: Tensor, forward: AttentionContext, *rest: Any, **more: Any
+    ) -> Any:
         own = AttentionContext.kind
 
         def kind(self: AttentionContext, mask: Tensor | None) -> str | None:
@@ -165,7 +167,7 @@ def test_a_generation_in_another_thread_does_not_disturb_a_trace(monkeypatch: py
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AttentionContext, "kind", kind)
-            return traced(self, tokens, positions, forward, cache)
+            return traced(self, tokens, positions, forward, *rest, **more)
 
     monkeypatch.setattr(runners.ModelForward, "__call__", disturbed)
     chosen = {"method": "prompt_lookup", "compile": "kernels"}

@@ -147,7 +147,7 @@ def on(
 @pytest.mark.parametrize("has_threads", [True, False])
 def test_commands_of_each_system(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     source = str(library.SOURCES[0])
-    first, last = ["cxx", "-std=c++17", "-O3", "-w", "-shared"], ["-march=armv8-a", source]
+    first, last = ["cxx", "-std=c++17", "-O3", "-ffp-contract=fast", "-w", "-shared"], ["-march=armv8-a", source]
     exports = [f"-Wl,-export:{name}" for name in library.EXPORTED]
     clang = ["-Xclang", "-fopenmp"] if has_threads else []
     runtime = ["/b/libiomp5md.lib"] if has_threads else []

@@ -55,13 +55,13 @@ class _WithForward:
     """A model as transformers' prefill uses it, with another forward."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self._model, self._forward = model, forward
+        self._real_model, self._other_forward = model, forward
 
     def __call__(self, **inputs: Any) -> Any:
-        return self._forward(**inputs)
+        return self._other_forward(**inputs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._real_model, name)
 
 
 def can_prefill_with(model: PreTrainedModel) -> bool:
