@@ -75,7 +75,10 @@ CACHES: dict[str, tuple[Callable[[], Any], str]] = {
     "a class": (lambda: DynamicCache, "got type"),
     "an encoder-decoder's": (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "got EncoderDecoderCache"),
     "an encoder-decoder's, filled": (lambda: EncoderDecoderCache(filled(), DynamicCache()), "got EncoderDecoderCache"),
-    "a hybrid model's": (lambda: DynamicCache(config=zoo.build("lfm2").config), "has layers of LinearAttentionLayer"),
+    "a hybrid model's": (
+        lambda: DynamicCache(config=zoo.build("lfm2").config),
+        "has recurrent states in 2 layers, the model in 0",
+    ),
     "offloaded": (lambda: DynamicCache(config=zoo.build("llama").config, offloading=True), "is offloaded"),
     "half precision": (changed(torch.Tensor.half), "holds torch.float16, the model computes torch.float32"),
     "bfloat16": (changed(torch.Tensor.bfloat16), "holds torch.bfloat16"),

@@ -406,7 +406,7 @@ def check_cache(
         )
     length = seen_tokens(cache)
     if facts.cache_layout is not None:
-        check_fits(cache, facts.cache_layout, num_rows)
+        check_fits(cache, facts.cache_layout, facts.state_shapes, num_rows)
     # other static layers hold a window, or nothing
     slots = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
     _refuse(

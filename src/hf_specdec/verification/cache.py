@@ -3,12 +3,13 @@
 Operations: *append* (transformers' layers call `update`), *commit* (keep one path per row), *rollback*. Committed
 tokens of row b occupy slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` in every row, so
 that appending is one contiguous copy even if rows have accepted different numbers of tokens. Every layer holds the
-full length, including sliding-window layers: their window is in the mask (`masks.py`). See docs/cache.md.
+full length, including sliding-window layers: their window is in the mask (`masks.py`). Recurrent layers hold a state
+per row instead, see `recurrent_layer.py`. See docs/cache.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,17 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.host_sync import upload
 from hf_specdec.verification.features import PromptPadding
-from hf_specdec.verification.masks import Positions
+from hf_specdec.verification.masks import UNBOUNDED, Positions
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share
 from hf_specdec.verification.model import CACHE_FIELD
+from hf_specdec.verification.recurrent_layer import (
+    NONE_RECURRENT,
+    RECURRENT_LAYERS,
+    RecurrentLayer,
+    RecurrentLayout,
+    RecurrentState,
+    state_shapes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,23 @@ class TreeLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # transformers 5.17 calls this one
 
 
+class HybridLayer(RecurrentLayer, TreeLayer):
+    """Layer with keys and values as well as recurrent states (Falcon-H1, Zamba, Inkling)."""
+
+    is_initialized = False
+
+    def __init__(self, store: KeyValueStore, layout: LayerLayout | None, state: RecurrentState) -> None:
+        TreeLayer.__init__(self, store, layout)
+        RecurrentLayer.__init__(self, state)
+
+    def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
+        """Allocate memory for keys and values, or for states."""
+        if keys_and_values:
+            TreeLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            RecurrentLayer.lazy_initialization(self, **states)
+
+
 class FixedLayer(CacheLayerMixin):
     """Base of cache layers inside programs and graphs, where memory and masks are given and no length is limited."""
 
@@ -166,13 +192,29 @@ class TreeCache(Cache):
         reserve: Minimum number of free slots that each reallocation adds as the text grows; capped at `capacity` until
             the text exceeds it. None allocates `capacity` slots with the first forward and never grows.
         store: Memory kept from earlier calls, already reopened for these sizes; None allocates new memory.
+        recurrent: Layers with recurrent states.
+        states: Their memory, if it is kept between calls and reopened for this one.
     """
 
     def __init__(
-        self, layout: CacheLayout, capacity: int, reserve: int | None = None, store: KeyValueStore | None = None
-    ) -> None:
+        self, layout: CacheLayout, capacity: int, reserve: int | None = None, store: KeyValueStore | None = None,
+        recurrent: RecurrentLayout = NONE_RECURRENT,
+        states: Mapping[int, RecurrentState] | None = None,
+    ) -> None:  # fmt: skip
         self.store = KeyValueStore(layout, capacity, reserve) if store is None else store
-        super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
+        self.states = {index: RecurrentState(number) for index, (number, _) in recurrent.items()}
+        if states is not None:
+            self.states = dict(states)
+        layers = list[Any]()
+        for index, entry in enumerate(layout):
+            if index not in recurrent:
+                layers.append(TreeLayer(self.store, entry))
+            elif recurrent[index][1]:
+                layers.append(HybridLayer(self.store, entry, self.states[index]))
+            else:
+                layers.append(RecurrentLayer(self.states[index]))
+        super().__init__(layers=layers)
+        self._attention = [layer for layer in layers if isinstance(layer, TreeLayer)]
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
         self._lengths: Tensor | None = None  # the same on the device last passed to `lengths_on`
         self._adopted: Cache | None = None
@@ -195,8 +237,11 @@ class TreeCache(Cache):
 
     @property
     def num_written(self) -> int:
-        """Number of slots that every layer in use has written, committed or not."""
-        return min((layer.end for layer in self.layers if layer.is_initialized), default=0)
+        """Number of slots that every layer in use has written, committed or not; unbounded if none has slots."""
+        return min(
+            (layer.end for layer in self._attention if layer.is_initialized),
+            default=0 if self._attention else UNBOUNDED,
+        )
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""
@@ -227,6 +272,10 @@ class TreeCache(Cache):
             ]
             for buffer in self.buffers:
                 buffer.move(*upload([sources, targets], torch.long, buffer.keys.device))
+        if self.states and any(paths):
+            width = max(map(len, paths))
+            padded = [[*kept, *[-1] * (width - len(kept))] for kept in paths]
+            self._commit_states(upload(padded, torch.long, next(iter(self.states.values())).device))
         self._commit_lengths([length + len(kept) for length, kept in zip(lengths, paths, strict=True)], None)
 
     def commit_unread(self, path: Tensor) -> None:
@@ -239,7 +288,12 @@ class TreeCache(Cache):
         sources = torch.where(path >= 0, self.start + path, targets)
         for buffer in self.buffers:
             buffer.move(sources, targets)
+        self._commit_states(path)
         self.append_unread(path.shape[1], lengths + (path >= 0).sum(-1))
+
+    def _commit_states(self, path: Tensor) -> None:
+        for state in self.states.values():
+            state.commit(path)
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
         """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`.
@@ -265,8 +319,10 @@ class TreeCache(Cache):
         """
         device = active.index.device
         lengths = self.lengths_on(device, len(self.lengths))
-        for buffer in self.buffers:
-            buffer.keep_rows(rows, self.start)
+        for memory in self.buffers:
+            memory.keep_rows(rows, self.start)
+        for state in self.states.values():
+            state.keep_rows(rows)
         kept = lengths[torch.tensor(rows, dtype=torch.long, device=device)]
         self._commit_lengths([self.lengths[row] for row in rows], kept)
         self.active = active
@@ -286,16 +342,18 @@ class TreeCache(Cache):
         then depends on which tokens the cache has dropped.
         """
         for layer, window in zip(self.layers, windows, strict=False):
-            layer.window = window
+            if isinstance(layer, TreeLayer):
+                layer.window = window
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
-        """Commit everything appended, in every row; `num_tokens` is not used, because layers count their slots."""
+        """Commit everything appended, in every row: the slots that layers count, or `num_tokens` if none has slots."""
         self.begin_prompt([None] * len(self.layers))
-        self.lengths, self._lengths = [max(layer.end for layer in self.layers)] * batch_size, None
+        length = max((layer.end for layer in self._attention), default=self.start + num_tokens)
+        self.lengths, self._lengths = [length] * batch_size, None
 
     def rollback(self) -> None:
         """Discard everything appended since the last commit."""
-        for layer in self.layers:
+        for layer in self._attention:
             if layer.is_initialized:
                 layer.end = self.start
 
@@ -318,6 +376,8 @@ class TreeCache(Cache):
 
     def _copy(self, cache: Cache) -> None:
         length = seen_tokens(cache)
+        for index in self.states:
+            self.layers[index].adopt(cache.layers[index])
         for index, source in filled_layers(cache).items() if length else ():
             layer: TreeLayer = self.layers[index]
             keys, values = source.keys[:, :, :length], source.values[:, :, :length]
@@ -338,6 +398,8 @@ class TreeCache(Cache):
         cache = DynamicCache(config=config) if self._adopted is None else self._adopted
         known = seen_tokens(cache)
         for index, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer):
+                layer.hand_back(cache.layers[index])
             if layer.is_initialized:
                 cache.update(layer.keys[:, :, known : self.start], layer.values[:, :, known : self.start], index)
         return cache
@@ -350,8 +412,10 @@ def measured_layout(cache: TreeCache) -> CacheLayout:
 
 # ----------------------------------------------------------------------------------------------- transformers' caches
 
-ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
-"""transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
+ADOPTED_LAYERS = frozenset({
+    "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer", *RECURRENT_LAYERS,
+})  # fmt: skip
+"""transformers' layer classes that hold plain keys and values, recurrent states, or nothing of their own."""
 
 WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
 """transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
@@ -379,7 +443,13 @@ def seen_tokens(cache: Any) -> int:
             f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
         )
     unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS
-    length = 0 if unsupported - WRITTEN_LAYERS else int(cache.get_seq_length())
+    has_slots = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) or not cache.layers
+    length = int(cache.get_seq_length()) if has_slots and not unsupported - WRITTEN_LAYERS else 0
+    if not has_slots and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers):
+        raise UnsupportedGenerationError(
+            "`speculative` cannot continue a cache of recurrent states alone, which does not count its tokens.",
+            f"Omit `{CACHE_FIELD}`; the whole prompt is then processed.",
+        )
     if not length:
         unsupported -= WRITTEN_LAYERS
     if unsupported or cache.offloading:
@@ -391,8 +461,11 @@ def seen_tokens(cache: Any) -> int:
     return length
 
 
-def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Refuse a cache whose layers, rows, shapes, devices, lengths, or dtypes (unless under autocast) do not fit."""
+def check_fits(cache: Cache, layout: CacheLayout, states: Mapping[int, list[list[int]]], rows: int) -> None:
+    """Refuse a cache whose layers, rows, shapes, devices, lengths, or dtypes (unless under autocast) do not fit.
+
+    `states` are the model's `state_shapes`.
+    """
 
     def refuse(reason: str, hint: str = "Pass a cache of this model.") -> None:
         raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
@@ -409,6 +482,16 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
     if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
         in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
         length = max([length, *in_layer.values()])
+    shapes = state_shapes(cache)
+    if shapes.keys() != states.keys():
+        refuse(f"has recurrent states in {len(shapes)} layers, the model in {len(states)}")
+    for index in shapes if length else ():
+        state: Any = cache.layers[index]
+        if shapes[index] != states[index]:
+            refuse(f"has states of {shapes[index]} in layer {index}, the model of {states[index]}")
+        if state.record_past or len(state.conv_states[0]) != rows:
+            held = "records states of earlier tokens" if state.record_past else f"has {len(state.conv_states[0])} rows"
+            refuse(f"{held}, the prompt has {rows}", "Pass one prompt per row of a plain cache.")
     if length and filled.keys() != expected.keys():
         refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}")
     for index in filled.keys() & expected.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +14,7 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import UNBOUNDED
-from hf_specdec.verification.model import CACHE_FIELD, cache_argument
+from hf_specdec.verification.model import CACHE_FIELD, cache_argument, takes_positions
 from hf_specdec.verification.target import Target
 
 
@@ -118,7 +117,7 @@ class ChainTarget(Target):
     ) -> None:
         super().__init__(model, outputs)
         self.cache, self.needs_replay = cache, cache.needs_replay
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = takes_positions(model)
 
     def adopt(self, cache: Cache) -> None:
         """Raise `UnsupportedGenerationError`, because states other than keys and values cannot be copied reliably."""

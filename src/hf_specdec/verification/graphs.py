@@ -29,9 +29,11 @@ from hf_specdec.verification.memory import (
     KeyValueStore,
     Share,
     bucket_of,
+    kept_rows,
     note_one_time_work,
     persistent_tensors,
 )
+from hf_specdec.verification.recurrent_layer import NONE_RECURRENT, RecurrentLayout, RecurrentState
 
 logger = logging.getLogger(__name__)
 
@@ -71,24 +73,31 @@ class KeptMemory:
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
         self._store: KeyValueStore | None = None
+        self._states: dict[int, RecurrentState] = {}
         self._lease: weakref.ref[TreeCache] | None = None  # the cache that uses the memory
 
     @property
     def moves(self) -> int:
         """Times that the memory was reallocated or freed, which invalidates all captures; -1 before any cache."""
-        return -1 if self._store is None else self._store.moves
+        return -1 if self._store is None else self._store.moves + sum(state.moves for state in self._states.values())
 
-    def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
+    def new_cache(
+        self, layout: CacheLayout, capacity: int, reserve: int | None, recurrent: RecurrentLayout = NONE_RECURRENT
+    ) -> TreeCache:
         """Return a cache that uses this memory, or a separate one if the memory is in use or `reserve` is None."""
         with self._backend.exclusive():
             if reserve is None or (self._lease is not None and self._lease() is not None):
-                return TreeCache(layout, capacity, reserve)
+                return TreeCache(layout, capacity, reserve, recurrent=recurrent)
             capacity += MOST_PADDED
             if self._store is None:
                 kept_bytes = DEVICE_SHARE * self._backend.total_bytes
                 self._store = KeyValueStore(layout, capacity, reserve, kept_bytes=kept_bytes)
             self._store.reopen(capacity, reserve)
-            cache = TreeCache(layout, capacity, reserve, store=self._store)
+            for index, (number, _) in recurrent.items():
+                self._states.setdefault(index, RecurrentState(number, kept_rows)).reopen()
+            cache = TreeCache(
+                layout, capacity, reserve, store=self._store, recurrent=recurrent, states=self._states
+            )  # fmt: skip
             self._lease = weakref.ref(cache)
             return cache
 
@@ -97,6 +106,11 @@ class KeptMemory:
         with self._backend.exclusive():
             if self._store is not None:
                 self._store.close()
+                self._close_states()
+
+    def _close_states(self) -> None:
+        for state in self._states.values():
+            state.close()
 
     def owns(self, cache: Cache) -> bool:
         """Whether a cache uses this memory."""
@@ -107,7 +121,8 @@ class KeptMemory:
         with self._backend.exclusive():
             if self.owns(cache):
                 assert self._store is not None
-                self._store.end_call()
+                if self._store.end_call(sum(state.num_bytes for state in self._states.values())):
+                    self._close_states()
                 self._lease = None
 
 

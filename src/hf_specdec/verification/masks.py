@@ -17,18 +17,23 @@ from torch import Tensor
 from hf_specdec.transformers_private import attention_name
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.recurrence import Branches
 
 LayerKind = Literal["full", "sliding", "chunked"]
 """Earlier slots that a layer attends to: all, the last ones within a window, or those of the same chunk."""
 Masks = Tensor | dict[str, Tensor]
 """Mask `[B, 1, N, S]` of all layers, or one such mask per layer type."""
 
-LAYER_KINDS: Mapping[str, LayerKind] = {
-    "full_attention": "full",
-    "sliding_attention": "sliding",
-    "chunked_attention": "chunked",
+LAYER_KINDS: Mapping[str, tuple[str, LayerKind]] = {
+    "full_attention": ("full_attention", "full"),
+    "sliding_attention": ("sliding_attention", "sliding"),
+    "chunked_attention": ("chunked_attention", "chunked"),
+    "hybrid": ("full_attention", "full"),
+    "hybrid_sliding": ("sliding_attention", "sliding"),
 }
-"""transformers' layer types that attend to plain keys and values."""
+"""transformers' layer types that attend to plain keys and values: the name of their mask, and what they attend to."""
+RECURRENT_MASKS = ("linear_attention", "conv")
+"""Names of the masks of recurrent layers, which hide padding: there is none in a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,9 @@ class MaskLayout:
         if not types:
             kind = next((kind for kind in ("sliding", "chunked") if sizes[kind]), "full")
             types = [f"{kind}_attention"]
-        additive = attention_name(text_config) == "eager"
-        return cls(tuple((name, LAYER_KINDS[name], sizes[LAYER_KINDS[name]]) for name in types), additive)
+        found = dict(LAYER_KINDS[name] for name in types if name in LAYER_KINDS)
+        layers = tuple((name, kind, sizes[kind]) for name, kind in found.items())
+        return cls(layers, additive=attention_name(text_config) == "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class TreeInputs:
     all_seen: bool  # whether the tree is a single node that attends to every slot
     ceiling: int | None = None  # see `Positions.of_nodes`
     width: int = 0  # see `Target.width`
+    is_recurrent: bool = False  # whether the model has recurrent layers
 
     def masks_and_positions(self, known: int = 0) -> tuple[Masks, Tensor]:
         """Return masks `[B, 1, N, S]` and position ids `[..., B, N]` of all nodes but the first `known`.
@@ -114,6 +121,10 @@ class TreeInputs:
             masks = {name: mask[:, :, known:] for name, mask in masks.items()}
         depths = ancestors[:, known:].sum(-1) - 1
         return masks, self.positions.of_nodes(depths, self.lengths, self.ceiling)
+
+    def branches(self, known: int = 0) -> Branches | None:
+        """Return the tree for recurrent layers; None if there are none."""
+        return Branches.of(self.tree, known) if self.is_recurrent else None
 
     def order(self) -> Tensor | None:
         """Return the logical order of the nodes, `[B, 2 + N]`, see `operations.attend`; None: that of slots."""
@@ -154,7 +165,7 @@ def tree_masks(
     if layout.additive:
         lowest = torch.finfo(dtype).min
         masks = {name: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest) for name, mask in masks.items()}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 def chain_masks(layout: MaskLayout, begin: int, count: int, padding: PromptPadding | None) -> dict[str, Tensor]:

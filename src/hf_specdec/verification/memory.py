@@ -243,8 +243,8 @@ class KeyValueStore:
         layout: One entry per layer.
         capacity: Expected maximum number of slots per row.
         reserve: See `TreeCache`.
-        kept_bytes: Maximum size of memory that is kept between calls, see `end_call`; its unwritten slots hold zeros.
-            Graphs need this: they also attend to masked slots, where NaN would spread. None: memory of one call.
+        kept_bytes: Maximum size of memory that is kept between calls, see `end_call`; its unwritten slots hold
+            zeros, because graphs also attend to masked slots, where NaN would spread. None: memory of one call.
 
     Attributes:
         moves: Number of times that existing buffers were reallocated or freed, which invalidates captured graphs.
@@ -266,11 +266,13 @@ class KeyValueStore:
         for buffer in self.buffers:
             buffer.reopen()
 
-    def end_call(self) -> None:
-        """Free memory that is too large, or has too many rows, to be kept until the next call."""
-        size = sum(buffer.num_bytes for buffer in self.buffers)
-        if any(buffer.num_rows > MAX_KEPT_ROWS for buffer in self.buffers) or size > (self._kept_bytes or 0):
+    def end_call(self, other_bytes: int = 0) -> bool:
+        """Free memory with too many rows, or too large together with other bytes, to be kept; return whether."""
+        size = sum(buffer.num_bytes for buffer in self.buffers) + other_bytes
+        too_many = any(buffer.num_rows > MAX_KEPT_ROWS for buffer in self.buffers)
+        if too_many or size > (self._kept_bytes or 0):
             self.close()
+        return too_many or size > (self._kept_bytes or 0)
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
         """Return memory for the first keys and values `[B, H, T, *]` of a layer.

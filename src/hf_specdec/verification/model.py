@@ -46,6 +46,11 @@ def cache_argument(model: PreTrainedModel) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), "")
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the forward takes position ids; purely recurrent models do not."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     """Return the module that holds decoder layers and final norm (lm_head reads its output), and the layers.
 

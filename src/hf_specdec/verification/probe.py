@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 import transformers
 from huggingface_hub import constants
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DummyLayer
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
@@ -32,6 +33,7 @@ from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
 from hf_specdec.verification.memory import CacheLayout, LayerLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.recurrent_layer import recurrent_layers, state_shapes
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.tree_attention import REPLACED, AttentionContext, attending
@@ -61,6 +63,8 @@ class TargetFacts:
     fingerprint: Fingerprint
     unpacked_reason: str = ""  # why trees are verified without `verification/tree_attention.py`; empty if with it
     uses_autocast: bool = False  # whether its forward enters autocast, as in a trainer's mixed precision
+    # see `recurrent_layer.state_shapes`
+    state_shapes: Mapping[int, list[list[int]]] = field(default_factory=dict)
 
     @property
     def uses_packed_attention(self) -> bool:
@@ -82,8 +86,11 @@ class TargetFacts:
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
-        new_cache = TreeCache if runner is None else runner.new_cache
-        cache = new_cache(self.cache_layout, capacity, reserve)
+        recurrent = recurrent_layers(text_config(model))
+        if runner is None:
+            cache = TreeCache(self.cache_layout, capacity, reserve, recurrent=recurrent)
+        else:
+            cache = runner.new_cache(self.cache_layout, capacity, reserve, recurrent)
         return TreeTarget(model, cache, outputs, uses_packed_attention=self.uses_packed_attention, runner=runner)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +102,8 @@ class TargetFacts:
                 for entry in self.cache_layout
             ]
         reasons = {"chain_only_reason": self.chain_only_reason, "unpacked_reason": self.unpacked_reason}
-        return {"layers": layers, **reasons, "uses_autocast": self.uses_autocast}
+        states = {str(index): shapes for index, shapes in self.state_shapes.items()}
+        return {"layers": layers, **reasons, "uses_autocast": self.uses_autocast, "states": states}
 
 
 class _CannotVerifyError(Exception):
@@ -129,24 +137,51 @@ def gate(model: Any) -> None:
 
 def why_chains_only(model: PreTrainedModel) -> str:
     """Return why the model's class or configuration rules out trees; empty if it does not."""
-    if is_stateful(model) or cache_argument(model) == "cache_params":
-        return "its layers carry a recurrent state, which cannot branch"
-    for name in ("attention_mask", "position_ids"):
-        if name not in inspect.signature(model.forward).parameters:
-            return f"its forward takes no `{name}`, so the position of a node cannot be set"
     config = text_config(model)
+    layers, recurrent = DynamicCache(config=config).layers, recurrent_layers(config)
+    for name in ("attention_mask", "position_ids"):
+        if len(recurrent) < len(layers) and name not in inspect.signature(model.forward).parameters:
+            return f"its forward takes no `{name}`, so the position of a node cannot be set"
     if getattr(config, "alibi", False):
         return "its alibi bias counts physical cache slots"
-    other = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
-    return f"its layers of type {', '.join(sorted(other))} hold more than keys and values" if other else ""
+    kinds = getattr(config, "layer_types", None) or ()
+    other = {
+        kind
+        for index, (kind, layer) in enumerate(zip(kinds, layers, strict=False))
+        if kind not in LAYER_KINDS and index not in recurrent and type(layer) is not DummyLayer
+    }
+    if other:
+        return f"its layers of type {', '.join(sorted(other))} hold more than keys and values"
+    if is_stateful(model) and not recurrent:
+        return "its recurrent states are not in transformers' cache"
+    return ""
 
 
-_Tried = Mapping[str, Sequence[int]]
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A tree that is tried, the path in it that the plain run has taken, and how many nodes of it are committed."""
 
-TRIED_TREE: _Tried = {"parents": (-1, 0, 0, 1), "path": (0, 2)}
-"""Parents of the tree that is tried, and the path in it that the plain run has taken; node 1 must not be seen."""
-TRIED_CHAIN: _Tried = {"parents": (-1, 0, 1, 2), "path": (0, 1, 2)}
-"""The same of the chain."""
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    num_kept: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the plain run: of the path, and the one that is verified after the commit, if there is one."""
+        return max(len(self.path), self.num_kept + self.tries_next)
+
+    @property
+    def tries_next(self) -> bool:
+        """Whether the next token is verified as well, because recurrent layers hold no keys to compare."""
+        return self.num_kept > 1 and len(self.path) > 2
+
+
+TRIED_TREE = _Tried((-1, 0, 0, 1), (0, 2), num_kept=2)
+"""Node 1 must not be seen."""
+TRIED_STATES = _Tried((-1, 0, 0, 1, 3, 3, 5, 6, 7, 8), (0, 1, 3, 5, 6, 7, 8, 9), num_kept=8)
+"""For recurrent layers: the commit is longer than any of transformers' convolutions."""
+TRIED_CHAIN = _Tried((-1, 0, 1, 2), (0, 1, 2), num_kept=2)
+"""A chain of which a part is committed."""
 TEXTS = 3
 """Texts that decide in half precision if a first text shows rounding."""
 MORE_TEXTS = 2 * TEXTS
@@ -227,7 +262,9 @@ def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> 
                 layer = LayerLayout(int(heads), int(key), int(value), model.device, (keys, values))
             layers.append(layer)
         reasons = str(kept["chain_only_reason"]), fingerprint, str(kept["unpacked_reason"])
-        return TargetFacts(None if kept["layers"] is None else tuple(layers), *reasons, bool(kept["uses_autocast"]))
+        states = {int(index): shapes for index, shapes in kept["states"].items()}
+        layout = None if kept["layers"] is None else tuple(layers)
+        return TargetFacts(layout, *reasons, bool(kept["uses_autocast"]), states)
     except (InvalidConfigError, LookupError, TypeError, ValueError, AttributeError):
         return None  # damaged: the model is tried again, and the file written again
 
@@ -246,14 +283,14 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
                 return run_plainly(model, num_texts, num_tokens)
 
         def attempt(new_target: Callable[[], Target], tried: _Tried, texts: Sequence[int] = (TEXTS,)) -> Target:
-            run = plain(1, len(tried["path"]))
+            run = plain(1, tried.num_tokens)
             try:
                 return _probe(new_target(), tried, run, None, EXACT if exact else CLOSE)
             except _CannotVerifyError:
                 if exact:
                     raise
             for count in texts:
-                run = plain(count, len(tried["path"]))
+                run = plain(count, tried.num_tokens)
                 whole = run_whole(model, run.prompt, run.mask, run.answer)
                 rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
                 try:
@@ -263,20 +300,22 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             raise failure
 
         def new_tree_target(packed: bool) -> Target:
-            cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
+            cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0, recurrent=recurrent)
             return TreeTarget(model, cache, uses_packed_attention=packed)
 
-        name, unpacked = attention_name(config), ""
+        name, unpacked, recurrent = attention_name(config), "", recurrent_layers(config)
+        tried_tree = TRIED_STATES if recurrent else TRIED_TREE
         if name != REPLACED:
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
                 texts = (TEXTS, MORE_TEXTS) if packed else (TEXTS,)  # a refusal of packed attention alone is checked
-                target = attempt(functools.partial(new_tree_target, packed), TRIED_TREE, texts)
+                target = attempt(functools.partial(new_tree_target, packed), tried_tree, texts)
                 assert isinstance(target.cache, TreeCache)
-                if not plain_attention.is_asked:
+                if not plain_attention.is_asked and len(recurrent) < config.num_hidden_layers:
                     unpacked = unpacked or "its layers do not call transformers' attention function"
-                return TargetFacts(measured_layout(target.cache), "", fingerprint, unpacked, autocast)
+                layout, states = measured_layout(target.cache), state_shapes(target.cache)
+                return TargetFacts(layout, "", fingerprint, unpacked, autocast, states)
             except _CannotVerifyError as failure:
                 reason = str(failure)
                 unpacked = unpacked or f"with another attention function, {reason}"
@@ -293,26 +332,28 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
 def _probe(
     target: Target, tried: _Tried, plain: PlainRun, rounding: Sequence[Tensor] | None, allowed: float
 ) -> Target:
-    """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's; return the target.
+    """Read the prompt, verify a tree, commit a path; compare logits and keys with the plain run's; return the target.
 
-    Nodes that are not on the path of `tried` get another token than the plain run's. A chain's next token is then
-    verified as well, because recurrent layers hold no keys to compare. `rounding` and `allowed`: see `_compare`.
+    Nodes that are not on the path of `tried` get another token than the plain run's. `rounding` and `allowed`: see
+    `_compare`.
     """
-    prompt, answer, parents, path = plain.prompt, plain.answer, tried["parents"], tried["path"]
-    nodes = torch.stack([answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(4)], dim=-1)
+    prompt, answer, parents, path, num_kept = plain.prompt, plain.answer, tried.parents, tried.path, tried.num_kept
+    tokens = [answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(len(parents))]
+    nodes = torch.stack(tokens, dim=-1)
     tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=nodes.device))
     count = len(nodes)
-    rows = (tuple(path[:2]),) * count
+    rows = (path[:num_kept],) * count
     kept = torch.tensor(rows, dtype=torch.long, device=nodes.device)
-    acceptance = Accepted(kept, answer[:, :2], answer[:, -1], rows, ((0, 0),) * count, (3,) * count)
+    host, drafted = ((0,) * num_kept,) * count, (len(parents) - 1,) * count
+    acceptance = Accepted(kept, answer[:, :num_kept], answer[:, -1], rows, host, drafted)
     try:
         target.prefill(prompt, GenerationConfig(), first_inputs(target.model, plain.mask, target.cache))
         logits = target.verify(tree).logits
         found = [(index, f"at node {node} of {list(parents)}", logits[:, node]) for index, node in enumerate(path)]
         target.commit(tree, acceptance)
-        if len(path) > 2:
-            root = TokenTree(answer[:, 2:3], torch.tensor([-1], dtype=torch.long, device=nodes.device))
-            found.append((2, "after a committed path", target.verify(root).logits[:, 0]))
+        if tried.tries_next:
+            root = TokenTree(answer[:, num_kept : num_kept + 1], tree.parents[:1])
+            found.append((num_kept, "after a committed path", target.verify(root).logits[:, 0]))
     except (*FAILURES, UnsupportedModelError) as error:
         raise _CannotVerifyError(f"its forward failed with {type(error).__name__}: {error}") from error
     for index, place, actual in found:

@@ -27,8 +27,9 @@ from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.features import FeatureTap, PromptPadding
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, chain_masks
 from hf_specdec.verification.memory import CacheLayout
-from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.model import cache_argument, execution_device, takes_positions, text_config
 from hf_specdec.verification.programs import AttentionForms, CaptureError, Program, make_program
+from hf_specdec.verification.recurrent_layer import NONE_RECURRENT, RecurrentLayout, recurring
 from hf_specdec.verification.target import expert_products
 from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
@@ -66,8 +67,8 @@ class Runner(ABC):
         """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""
         masks, positions = inputs.masks_and_positions()
         tokens = inputs.tree.tokens
-        order = inputs.order() if tokens.is_cpu else None
-        return self(tokens, positions.expand(tokens.shape), attention_of(masks, inputs, order), cache)
+        context = attention_of(masks, inputs, inputs.order() if tokens.is_cpu else None)
+        return self(tokens, positions.expand(tokens.shape), context, cache)
 
     def read(
         self, tokens: Tensor, positions: Tensor, cache: TreeCache, padding: PromptPadding | None, layout: MaskLayout,
@@ -76,9 +77,11 @@ class Runner(ABC):
         """Append tokens `[B, P]` of a prompt, and return logits `[B, 1, V]`, or all `[B, P, V]`, and hidden states."""
         raise NotImplementedError
 
-    def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
+    def new_cache(
+        self, layout: CacheLayout, capacity: int, reserve: int | None, recurrent: RecurrentLayout = NONE_RECURRENT
+    ) -> TreeCache:
         """Return a cache for this runner; see `TreeCache` for the arguments."""
-        return TreeCache(layout, capacity, reserve)
+        return TreeCache(layout, capacity, reserve, recurrent=recurrent)
 
     def can_run(self, num_nodes: int, cache: Cache) -> bool:
         """Whether this runner can append a tree of `num_nodes` to this cache."""
@@ -92,13 +95,14 @@ class Runner(ABC):
         """Release the memory of a cache whose call has ended; by default there is none to release."""
 
 
-def attention_of(masks: Masks, inputs: TreeInputs, order: Tensor | None = None) -> AttentionContext:
-    """Return the context shared by the attention layers of a forward over a tree."""
+def attention_of(masks: Masks, inputs: TreeInputs, order: Tensor | None = None, known: int = 0) -> AttentionContext:
+    """Return the context shared by the layers of a forward over a tree, of which the first nodes are known."""
     layers = inputs.layout.layers
     return AttentionContext(
         {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
         frozenset(name for name, kind, _ in layers if inputs.all_seen and kind == "full"),
         order=order,
+        branches=inputs.branches(known),
     )
 
 
@@ -112,19 +116,20 @@ class ModelForward(Runner):
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._model, self._order, self.layers = weakref.ref(model), tuple(layers), frozenset(layers)
-        self._cache_argument = cache_argument(model)
+        self._cache_argument, self._takes_positions = cache_argument(model), takes_positions(model)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`; with `kept` `[K]`, return the logits of these nodes only."""
-        model, masks = self._model(), forward.masks
+        model = self._model()
         assert model is not None
-        with attending(forward), FeatureTap(model, self._order) as tap:
+        where = {"position_ids": positions} if self._takes_positions else {}
+        with attending(forward), recurring(model, cache, forward.branches), FeatureTap(model, self._order) as tap:
             outputs = model(
                 input_ids=tokens,
-                attention_mask=dict(masks) if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=positions,
+                attention_mask=forward.argument(),
+                **where,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},

@@ -32,7 +32,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specdec.cpu import operations
 from hf_specdec.verification.cache import TreeCache, TreeLayer
+from hf_specdec.verification.masks import RECURRENT_MASKS
 from hf_specdec.verification.memory import note_one_time_work
+from hf_specdec.verification.recurrence import Branches
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +81,23 @@ class AttentionContext:
         all_seen: Layer types whose mask is True everywhere.
         attend: Computes the attention instead, to trace a forward for compilation.
         order: Logical order of the nodes for the CPU kernels, see `operations.attend`.
+        branches: The tree, if the model has recurrent layers.
     """
 
     def __init__(
         self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None,
-        order: Tensor | None = None,
+        order: Tensor | None = None, branches: Branches | None = None,
     ) -> None:  # fmt: skip
-        self.masks, self._all_seen, self.order = masks, all_seen, order
+        self.masks, self._all_seen, self.order, self.branches = masks, all_seen, order, branches
         self._replacement, self.is_asked = attend, False  # whether a layer has called transformers' attention function
         self.has_attended = False  # whether `attend` has computed anything
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
+
+    def argument(self) -> Any:
+        """Return the masks as the model takes them: one, or by layer type; None if no layer attends."""
+        if len(self.masks) < 2:
+            return next(iter(self.masks.values()), None)
+        return {**self.masks, **dict.fromkeys(RECURRENT_MASKS if self.branches is not None else ())}
 
     def kind(self, mask: Tensor | None) -> str | None:
         """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""

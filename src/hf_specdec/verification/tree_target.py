@@ -18,7 +18,8 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features, PromptPadding
 from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs
-from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.model import cache_argument, execution_device, takes_positions, text_config
+from hf_specdec.verification.recurrent_layer import recurring
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.step import Verified
 from hf_specdec.verification.target import PREPARED_INPUTS, Target
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TreeTarget(Target):
-    """Target for models whose layers hold plain keys and values.
+    """Target for models whose layers hold plain keys and values, or recurrent states.
 
     The layers of some models accept only attention names that they know: then `uses_packed_attention` is False. A
     `runner`, a compiled or captured forward, is used instead of the model's own if it supports the inputs.
@@ -44,7 +45,7 @@ class TreeTarget(Target):
         super().__init__(model, outputs)
         self.cache, self._uses_packed, self.runner = cache, uses_packed_attention, runner
         self._logged_unused = False  # whether it was logged that the runner is not used
-        self._cache_argument = cache_argument(model)
+        self._cache_argument, self._takes_positions = cache_argument(model), takes_positions(model)
         self._mask_layout = MaskLayout.of(text_config(model))
 
     def adopt(self, cache: Cache) -> None:
@@ -160,7 +161,9 @@ class TreeTarget(Target):
             for tokens in new_tokens
         ]
         while longest := max(map(len, missing)):
-            size = min(longest, max(cache.capacity - cache.start, 1))  # fits without reallocating the cache
+            size = longest
+            if cache.buffers:
+                size = min(longest, max(cache.capacity - cache.start, 1))  # fits without reallocating the cache
             chunks = [row[:size] for row in missing]
             padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
             tokens = torch.tensor(padded, dtype=torch.long, device=execution_device(self.model))
@@ -175,7 +178,8 @@ class TreeTarget(Target):
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        if self.text is not None and self.cache.start in self.bounds.switches and not self.is_draft_view:
+        at_switch = self.cache.start in self.bounds.switches and not self.cache.states
+        if self.text is not None and at_switch and not self.is_draft_view:
             return self._step_plainly(self.text())
         active = self.cache.active
         if active is None:
@@ -211,8 +215,9 @@ class TreeTarget(Target):
         ceiling = None if highest is None else highest + tree.depth_bound
         layout, dtype = self._mask_layout, self.model.dtype
         inputs = TreeInputs(
-            tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling, self.width
-        )
+            tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling, self.width,
+            bool(cache.states),
+        )  # fmt: skip
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
             if self._tap is not None:
@@ -220,11 +225,16 @@ class TreeTarget(Target):
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
         masks, node_positions = inputs.masks_and_positions(known)
-        with attending(attention_of(masks, inputs) if self._uses_packed else None):
+        context = attention_of(masks, inputs, known=known)
+        where = {"position_ids": node_positions} if self._takes_positions else {}
+        with (
+            attending(context if self._uses_packed else None),
+            recurring(self.model, cache, context.branches),
+        ):
             outputs = self.model(
                 input_ids=tokens,
-                attention_mask=masks,
-                position_ids=node_positions,
+                attention_mask=context.argument(),
+                **where,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
