@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "recurrence.h"
 #include "steps.h"
 
 // ------------------------------------------------------------------------------------------------ interface
@@ -42,6 +43,17 @@ template <class Function> static long status(const Function &function) {
     long attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,   \
                               T *values, const uint8_t *mask, const int64_t *order, T *y, long threads) {              \
         return status([&] { attend_joined(*a, joined, cos, sin, stride, keys, values, mask, order, y, threads); });    \
+    }                                                                                                                  \
+    long convolve_##bits(const Convolution *c, const int64_t *parents, const T *x, const T *weight, const T *bias,        \
+                         T *window, const int64_t *path, const T *known, T *y, long threads) {                         \
+        return status([&] { convolve(*c, parents, x, weight, bias, window, path, known, y, threads); });               \
+    }                                                                                                                  \
+    long recur_##bits(const Recurrence *r, const int64_t *parents, const T *query, const T *key, const T *value,       \
+                      const void *const *given, float *state, const int64_t *path, const float *const *known,          \
+                      float *const *updates, T *y, long threads) {                                                     \
+        return status([&] {                                                                                            \
+            recur(*r, parents, query, key, value, given, state, path, known, updates, y, threads);                     \
+        });                                                                                                            \
     }                                                                                                                  \
     long best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \

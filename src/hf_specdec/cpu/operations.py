@@ -37,6 +37,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
     "attend": [*[_Pointer] * 9, _Long],
     "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 5, _Long],
+    "convolve": [*[_Pointer] * 9, _Long],
+    "recur": [*[_Pointer] * 11, _Long],
     "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     "grow": [*[_Pointer] * 12, _Long],
 }
@@ -51,6 +53,26 @@ class _AttentionSizes(ctypes.Structure):
         ("begin", _Long), ("cache_stride", _Long * 2), ("value_stride", _Long * 2), ("new_stride", _Long * 3),
         ("new_value_stride", _Long * 3), ("mask_stride", _Long * 2), ("form", _Long), ("scale", _Float),
     )  # fmt: skip
+
+
+class _ConvolutionSizes(ctypes.Structure):
+    """`struct Convolution` of recurrence.h."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("rows", "channels", "nodes", "size", "kept", "silu", "trees", "path")),
+        ("stride", _Long * 3), ("known_stride", _Long * 3),
+    )  # fmt: skip
+
+
+class _RecurrenceSizes(ctypes.Structure):
+    """`struct Recurrence` of recurrence.h."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("rows", "heads", "shared", "nodes", "key_dim", "value_dim")),
+        *((name, _Long) for name in ("kind", "flag", "trees", "path", "known")),
+        *((f"{name}_stride", _Long * 3) for name in ("query", "key", "value", "decay", "beta")),
+        ("wide", _Long * 5),
+    )
 
 
 @functools.cache
@@ -301,6 +323,133 @@ def _checked_mask(mask: Tensor | None, nodes: int, begin: int) -> Tensor | None:
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (_batch_stride(mask), mask.stride(2))
+
+
+# ----------------------------------------------------------------------------------------------- recurrent layers
+
+
+def can_convolve(
+    inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> bool:
+    """Whether `convolve_tree` supports these arguments; False if the kernels have not been loaded."""
+    tensors = (inputs, window, weight) if bias is None else (inputs, window, weight, bias)
+    return (
+        inputs.dtype in DTYPES
+        and is_loaded()
+        and activation in (None, "silu", "swish")
+        and all(tensor.is_cpu and tensor.dtype == inputs.dtype for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors[1:])
+        and 0 <= weight.shape[1] - window.shape[2] <= 1
+    )
+
+
+def convolve_tree(
+    inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, parents: Tensor,
+    entered: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Return the causal convolution `[B, C, N]` of each node's path; channels are next to each other in memory.
+
+    Args:
+        inputs: `[B, C, N]`.
+        window: `[B, C, K or K - 1]` committed inputs.
+        weight, bias, activation: `[C, K]`, `[C]`, and None or "silu".
+        parents: long `[1 or B, N]`.
+        entered: Path `[B, P]` of nodes (-1 after its end), long, and inputs `[B or more, C, *]` of these nodes, which
+            are first entered into the window.
+    """
+    path, known = entered or (None, None)
+    (rows, channels, nodes), size = inputs.shape, weight.shape[1]
+    y = inputs.new_empty(rows, nodes, channels)
+    shape = rows, channels, nodes, size, window.shape[2], activation is not None, len(parents)
+    length, strides = 0 if path is None else path.shape[1], (0, 0, 0) if known is None else known.stride()
+    sizes = _convolution_sizes((*shape, length), inputs.stride(), strides)
+    parents, path = parents.contiguous(), None if path is None else path.contiguous()
+    tensors = addresses(parents, inputs, weight, bias, window, path, known, y)
+    functions_for(inputs.dtype).convolve(sizes, *tensors, torch.get_num_threads())
+    return y.transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _convolution_sizes(*fields: Any) -> Any:
+    sizes, *strides = fields
+    return ctypes.pointer(_ConvolutionSizes(*sizes, *strides))
+
+
+RECURRENCES = ("delta_rule", "delta_rule_of_channels", "mamba2")
+"""`enum Kind` of recurrence.h."""
+
+
+def _arranged(kind: str, inputs: Sequence[Any], state: Tensor) -> tuple[Any, ...]:
+    """Return query, key, value, the tensors of `enum Given`, and the state as it is in memory."""
+    if kind == "mamba2":
+        value, dt, rate, key, query, skip, bias = inputs
+        return query, key, value, (dt, None, rate, skip, bias), state.transpose(-1, -2)
+    query, key, value, decay, beta = inputs
+    return query, key, value, (decay, beta, None, None, None), state
+
+
+def can_recur(kind: str, inputs: Sequence[Any], state: Tensor) -> bool:
+    """Whether `recur_tree` supports these arguments; False if the kernels have not been loaded."""
+    if kind not in RECURRENCES or not is_loaded():
+        return False
+    *tensors, given, state = _arranged(kind, inputs, state)
+    given = [tensor for tensor in given if tensor is not None]
+    return (
+        all(tensor.is_cpu and tensor.dtype in DTYPES for tensor in (*tensors, *given))
+        and all(tensor.dtype == tensors[0].dtype and tensor.stride(-1) == 1 for tensor in tensors)
+        and all(tensor.stride(-1) == 1 for tensor in given if tensor.dim() in (1, 4))
+        and state.is_cpu
+        and state.dtype == torch.float32
+        and state.is_contiguous()
+    )
+
+
+def recur_tree(
+    kind: str, inputs: Sequence[Any], flag: bool, state: Tensor, parents: Tensor,
+    entered: tuple[Tensor, Sequence[Tensor]] | None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Return outputs `[B, N, H, Dv]` of the nodes of a tree, and their decays, keys and values, see `Updates`.
+
+    Args:
+        kind, inputs, flag, state: See `verification.recurrence.FORMS`.
+        parents: long `[1 or B, N]`.
+        entered: Path `[B, P]` of nodes (-1 after its end), long, and decays, keys and values of these nodes, of B or
+            more rows, which are first entered into the state.
+    """
+    query, key, value, given, state = _arranged(kind, inputs, state)
+    (rows, nodes, heads, value_dim), (shared, key_dim) = value.shape, key.shape[2:]
+    decay, beta, *_ = given
+    known_nodes, known, path = 0, None, None
+    if entered is not None:
+        path, stash = entered[0].contiguous(), [part.contiguous() for part in entered[1]]
+        known_nodes, known = stash[1].shape[2], (_Pointer * 3)(*addresses(*stash))
+    y = value.new_empty(rows, nodes, heads, value_dim)
+    updates = [
+        state.new_empty(rows, heads, nodes, *decay.shape[3:]),
+        state.new_empty(rows, shared, nodes, key_dim),
+        state.new_empty(rows, heads, nodes, value_dim),
+    ]
+    shape = rows, heads, shared, nodes, key_dim, value_dim
+    form = RECURRENCES.index(kind) + (kind == "delta_rule" and decay.dim() == 4), flag
+    more = len(parents), 0 if path is None else path.shape[1], known_nodes
+    strides = [tensor.stride()[:3] for tensor in (query, key, value, decay)]
+    wide = tuple([tensor is not None and tensor.dtype == torch.float32 for tensor in given])
+    sizes = _recurrence_sizes(
+        (*shape, *form, *more), *strides, (0, 0, 0) if beta is None else beta.stride(), wide
+    )
+    parents = parents.contiguous()
+    tensors = addresses(parents, query, key, value)
+    functions_for(value.dtype).recur(
+        sizes, *tensors, (_Pointer * 5)(*addresses(*given)), *addresses(state, path), known,
+        (_Pointer * 3)(*addresses(*updates)), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y, updates
+
+
+@functools.lru_cache(maxsize=64)
+def _recurrence_sizes(*fields: Any) -> Any:
+    sizes, *arrays = fields
+    return ctypes.pointer(_RecurrenceSizes(*sizes, *arrays))
 
 
 # ----------------------------------------------------------------------------------------------- traceable operations
