@@ -151,7 +151,8 @@ def advance(state: Tensor, updates: Updates, path: Tensor) -> Tensor:
 
 def _for_heads(part: Tensor, heads: int) -> Tensor:
     """Repeat `[B, G, N, D]` for the heads that share it."""
-    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
+    shared = part.shape[1]
+    return part[:, :, None].expand(-1, -1, heads // shared, -1, -1).reshape(len(part), heads, *part.shape[2:])
 
 
 def branch(
