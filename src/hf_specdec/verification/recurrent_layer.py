@@ -175,6 +175,7 @@ class RecurrentState:
 
     def commit(self, path: Tensor) -> None:
         """Note the accepted path `[B, P]` of the last tree; it is entered by the next forward, or by `flush`."""
+        path = path.to(self.device)
         if self._rows_for is None:
             self._path = path
             return
@@ -383,12 +384,12 @@ class RecurrentLayer(BranchingLayer):
         """See `RecurrentState.convolve`."""
         assert self.branches is not None
         self.has_run = True
-        return self.state.convolve(index, inputs, weight, bias, activation, self.branches)
+        return self.state.convolve(index, inputs, weight, bias, activation, self.branches.on(inputs.device))
 
     def recur(self, call: int, kind: str, inputs: Inputs, flag: bool) -> Tensor:
         """See `RecurrentState.recur`."""
         assert self.branches is not None
-        return self.state.recur(call, kind, inputs, flag, self.branches)
+        return self.state.recur(call, kind, inputs, flag, self.branches.on(self.state.device))
 
     def adopt(self, layer: LinearAttentionLayer) -> None:
         """Copy the states of transformers' layer."""
