@@ -38,12 +38,21 @@ class Branches:
     ancestors: Tensor  # [R, N, N] bool, each node included
     known: int = 0
     _windows: dict[int, Tensor] = field(default_factory=dict)
+    _copies: dict[torch.device, Branches] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: TokenTree, known: int = 0) -> Branches:
         """Describe a tree."""
         parents = tree.parents if tree.parents.dim() == 2 else tree.parents[None]
         return cls(parents, tree.ancestor_mask(), known)
+
+    def on(self, device: torch.device) -> Branches:
+        """Return the nodes on a device; the layers of a model may be on several."""
+        if device == self.parents.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = Branches(self.parents.to(device), self.ancestors.to(device), self.known)
+        return self._copies[device]
 
     def windows(self, size: int) -> Tensor:
         """Return what a convolution over `size` tokens sees at each node, oldest first: `[R, N - known, size]`.
@@ -127,9 +136,9 @@ class Updates:
         decay, keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return Updates(decay, keys, values, self.rate)
 
-    def first(self, count: int) -> Updates:
-        """Return the updates of the first nodes."""
-        decay, keys, values = (part[:, :, :count] for part in (self.decay, self.keys, self.values))
+    def first(self, rows: int, count: int | None = None) -> Updates:
+        """Return the updates of the first nodes (None: of all) in the first rows."""
+        decay, keys, values = (part[:rows, :, :count] for part in (self.decay, self.keys, self.values))
         return Updates(decay, keys, values, self.rate)
 
 
@@ -156,7 +165,8 @@ def advance(state: Tensor, updates: Updates, path: Tensor) -> Tensor:
 
 def _for_heads(part: Tensor, heads: int) -> Tensor:
     """Repeat `[B, G, N, D]` for the heads that share it."""
-    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
+    shared = part.shape[1]
+    return part[:, :, None].expand(-1, -1, heads // shared, -1, -1).reshape(len(part), heads, *part.shape[2:])
 
 
 def branch(
@@ -264,12 +274,13 @@ def delta_rule(
 
     `normalizes`: whether queries and keys are divided by their norms.
     """
+    assert inputs[0] is not None
     query, key, value, decay, beta = (_float(part).transpose(1, 2) for part in inputs)
     if normalizes:
         query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
     query = query * query.shape[-1] ** -0.5
     output, updates = branch(query, key, value, decay, beta, state, branches, known)
-    return output.transpose(1, 2).contiguous(), updates
+    return output.transpose(1, 2).contiguous().to(inputs[0].dtype), updates
 
 
 def mamba2(
@@ -285,9 +296,8 @@ def mamba2(
     key, query, values = (_float(part).transpose(1, 2) for part in (key, query, x))
     decay = dt * _float(rate)[:, None]
     output, updates = branch(query, key, values * dt[..., None], decay, None, state, branches, known)
-    if skip is not None:
-        output = output + _float(skip)[:, None, None] * values
-    return output.transpose(1, 2).contiguous(), updates
+    output = output.transpose(1, 2).contiguous().to(x.dtype)
+    return (output if skip is None else (output + x * skip[:, None]).to(x.dtype)), updates
 
 
 def mamba1(
@@ -306,7 +316,7 @@ def mamba1(
     output = output[..., 0].to(x.dtype)
     if skip is not None:
         output = output + x * skip[:, None]
-    return (output if gate is None else output * functional.silu(gate)), updates
+    return (output if gate is None else output * functional.silu(gate)).to(x.dtype), updates
 
 
 def _float(part: Tensor | None) -> Tensor:
