@@ -48,11 +48,10 @@ template <class Function> static long status(const Function &function) {
                          T *window, const int64_t *path, const T *known, T *y, long threads) {                         \
         return status([&] { convolve(*c, parents, x, weight, bias, window, path, known, y, threads); });               \
     }                                                                                                                  \
-    long recur_##bits(const Recurrence *r, const int64_t *parents, const T *query, const T *key, const T *value,       \
-                      const void *const *given, float *state, const int64_t *path, const float *const *known,          \
-                      float *const *updates, T *y, long threads) {                                                     \
+    long recur_##bits(const Recurrence *r, const int64_t *parents, const void *const *inputs, const int64_t *path,      \
+                      const float *const *known, float *const *updates, T *y, long threads) {                          \
         return status([&] {                                                                                            \
-            recur(*r, parents, query, key, value, given, state, path, known, updates, y, threads);                     \
+            (r->kind == CHANNELS ? scan<T> : recur<T>)(*r, parents, inputs, path, known, updates, y, threads);         \
         });                                                                                                            \
     }                                                                                                                  \
     long best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \

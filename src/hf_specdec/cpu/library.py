@@ -47,14 +47,12 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in (
-        "kernels.cpp", "attention.h", "blocks.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h",
-    )
-)
+HEADERS = "attention.h", "blocks.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h"
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", *HEADERS))
 """The file to compile, and those that it includes."""
-FUNCTIONS = ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "convolve", "recur", "best", "grow")
+FUNCTIONS = (
+    "multiply", "normalize", "run", "rotate", "attend", "attend_joined", "convolve", "recur", "best", "grow",
+)  # fmt: skip
 """Functions for tensors, see `operations.functions_for`; their names end with the bits of bfloat16 and float32."""
 CHOICES = ("choose_pairs", "choose_prefetch")
 """Functions that take 0 or 1 to choose how the library computes, or `MEASURE`, and return what it uses now."""

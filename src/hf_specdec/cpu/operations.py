@@ -38,7 +38,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "attend": [*[_Pointer] * 9, _Long],
     "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 5, _Long],
     "convolve": [*[_Pointer] * 9, _Long],
-    "recur": [*[_Pointer] * 11, _Long],
+    "recur": [*[_Pointer] * 7, _Long],
     "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     "grow": [*[_Pointer] * 12, _Long],
 }
@@ -69,9 +69,9 @@ class _RecurrenceSizes(ctypes.Structure):
 
     _fields_ = (
         *((name, _Long) for name in ("rows", "heads", "shared", "nodes", "key_dim", "value_dim")),
-        *((name, _Long) for name in ("kind", "flag", "trees", "path", "known")),
+        *((name, _Long) for name in ("kind", "flag", "trees", "path", "known", "state_stride")),
         *((f"{name}_stride", _Long * 3) for name in ("query", "key", "value", "decay", "beta")),
-        ("wide", _Long * 5),
+        ("wide", _Long * 9),
     )
 
 
@@ -328,9 +328,7 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------- recurrent layers
 
 
-def can_convolve(
-    inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> bool:
+def can_convolve(inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
     """Whether `convolve_tree` supports these arguments; False if the kernels have not been loaded."""
     tensors = (inputs, window, weight) if bias is None else (inputs, window, weight, bias)
     return (
@@ -362,94 +360,88 @@ def convolve_tree(
     y = inputs.new_empty(rows, nodes, channels)
     shape = rows, channels, nodes, size, window.shape[2], activation is not None, len(parents)
     length, strides = 0 if path is None else path.shape[1], (0, 0, 0) if known is None else known.stride()
-    sizes = _convolution_sizes((*shape, length), inputs.stride(), strides)
+    sizes = _sizes(_ConvolutionSizes, (*shape, length), inputs.stride(), strides)
     parents, path = parents.contiguous(), None if path is None else path.contiguous()
     tensors = addresses(parents, inputs, weight, bias, window, path, known, y)
     functions_for(inputs.dtype).convolve(sizes, *tensors, torch.get_num_threads())
     return y.transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=64)
-def _convolution_sizes(*fields: Any) -> Any:
-    sizes, *strides = fields
-    return ctypes.pointer(_ConvolutionSizes(*sizes, *strides))
-
-
-RECURRENCES = ("delta_rule", "delta_rule_of_channels", "mamba2")
-"""`enum Kind` of recurrence.h."""
-
-
-def _arranged(kind: str, inputs: Sequence[Any], state: Tensor) -> tuple[Any, ...]:
-    """Return query, key, value, the tensors of `enum Given`, and the state as it is in memory."""
+def _arranged(kind: str, inputs: Sequence[Any], state: Tensor) -> list[Any]:
+    """Return the tensors of `enum Input` of recurrence.h: query, key, value, decay, beta, rate, skip, bias, state."""
+    if kind == "delta_rule":
+        return [*inputs, None, None, None, state]
+    value, decay, rate, key, query, skip, *gate, bias = inputs
     if kind == "mamba2":
-        value, dt, rate, key, query, skip, bias = inputs
-        return query, key, value, (dt, None, rate, skip, bias), state.transpose(-1, -2)
-    query, key, value, decay, beta = inputs
-    return query, key, value, (decay, beta, None, None, None), state
+        return [query, key, value, decay, None, rate, skip, bias, state.transpose(-1, -2)]
+    by_node = [None if part is None else part.transpose(1, 2) for part in (query, key, value, decay, *gate)]
+    return [*by_node, rate, skip, bias, state]
 
 
-def can_recur(kind: str, inputs: Sequence[Any], state: Tensor) -> bool:
+def can_recur(kind: str, inputs: Sequence[Tensor | None], state: Tensor) -> bool:
     """Whether `recur_tree` supports these arguments; False if the kernels have not been loaded."""
-    if kind not in RECURRENCES or not is_loaded():
+    tensors = [state, *(tensor for tensor in inputs if tensor is not None)]
+    if not (is_loaded() and all(tensor.is_cpu and tensor.dtype in DTYPES for tensor in tensors)):
         return False
-    *tensors, given, state = _arranged(kind, inputs, state)
-    given = [tensor for tensor in given if tensor is not None]
+    query, key, value, decay, _, rate, skip, bias, state = _arranged(kind, inputs, state)
+    is_plain = all(tensor is None or tensor.is_contiguous() for tensor in (rate, skip, bias))
+    if kind == "mamba1":
+        return is_plain and state[0].is_contiguous()
+    rows = [query, key, value, *([decay] if decay.dim() == 4 else [])]
     return (
-        all(tensor.is_cpu and tensor.dtype in DTYPES for tensor in (*tensors, *given))
-        and all(tensor.dtype == tensors[0].dtype and tensor.stride(-1) == 1 for tensor in tensors)
-        and all(tensor.stride(-1) == 1 for tensor in given if tensor.dim() in (1, 4))
-        and state.is_cpu
+        is_plain
+        and query.dtype == key.dtype == value.dtype
+        and all(tensor.stride(-1) == 1 for tensor in rows)
         and state.dtype == torch.float32
         and state.is_contiguous()
     )
 
 
 def recur_tree(
-    kind: str, inputs: Sequence[Any], flag: bool, state: Tensor, parents: Tensor,
-    entered: tuple[Tensor, Sequence[Tensor]] | None,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return outputs `[B, N, H, Dv]` of the nodes of a tree, and their decays, keys and values, see `Updates`.
+    kind: str, inputs: Sequence[Any], flag: bool, state: Tensor, parents: Tensor, entered: tuple[Tensor, Any] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs of the nodes of a tree, and decays, keys, values and, for Mamba 1, rates of their `Updates`.
 
     Args:
         kind, inputs, flag, state: See `verification.recurrence.FORMS`.
         parents: long `[1 or B, N]`.
-        entered: Path `[B, P]` of nodes (-1 after its end), long, and decays, keys and values of these nodes, of B or
-            more rows, which are first entered into the state.
+        entered: Path `[B, P]` of nodes (-1 after its end), long, and their `Updates`, of B or more rows, which are
+            first entered into the state.
     """
-    query, key, value, given, state = _arranged(kind, inputs, state)
-    (rows, nodes, heads, value_dim), (shared, key_dim) = value.shape, key.shape[2:]
-    decay, beta, *_ = given
-    known_nodes, known, path = 0, None, None
+    given, parents = _arranged(kind, inputs, state), parents.contiguous()
+    query, key, value, decay, beta, rate, *_, state = given
+    rows, nodes, heads = value.shape[:3]
+    if kind == "mamba1":
+        number, shared, key_dim, value_dim, y = 3, 1, key.shape[2], 1, value.new_empty(rows, heads, nodes)
+    else:
+        number, (shared, key_dim), value_dim = (
+            2 if kind == "mamba2" else decay.dim() - 3,
+            key.shape[2:],
+            value.shape[3],
+        )
+        y = value.new_empty(value.shape)
+    length, known_nodes, path, known = 0, 0, None, None
     if entered is not None:
-        path, stash = entered[0].contiguous(), [part.contiguous() for part in entered[1]]
-        known_nodes, known = stash[1].shape[2], (_Pointer * 3)(*addresses(*stash))
-    y = value.new_empty(rows, nodes, heads, value_dim)
-    updates = [
-        state.new_empty(rows, heads, nodes, *decay.shape[3:]),
-        state.new_empty(rows, shared, nodes, key_dim),
-        state.new_empty(rows, heads, nodes, value_dim),
-    ]
-    shape = rows, heads, shared, nodes, key_dim, value_dim
-    form = RECURRENCES.index(kind) + (kind == "delta_rule" and decay.dim() == 4), flag
-    more = len(parents), 0 if path is None else path.shape[1], known_nodes
-    strides = [tensor.stride()[:3] for tensor in (query, key, value, decay)]
-    wide = tuple([tensor is not None and tensor.dtype == torch.float32 for tensor in given])
-    sizes = _recurrence_sizes(
-        (*shape, *form, *more), *strides, (0, 0, 0) if beta is None else beta.stride(), wide
-    )
-    parents = parents.contiguous()
-    tensors = addresses(parents, query, key, value)
+        path, stash = entered[0].contiguous(), entered[1]
+        parts = [part.contiguous() for part in (stash.decay, stash.keys, stash.values)]
+        length, known_nodes, known = path.shape[1], parts[1].shape[2], (_Pointer * 3)(*addresses(*parts))
+    shapes = (rows, heads, nodes, *decay.shape[3:]), (rows, shared, nodes, key_dim), (rows, heads, nodes, value_dim)
+    updates = [state.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    numbers = rows, heads, shared, nodes, key_dim, value_dim, number, flag, len(parents), length, known_nodes
+    strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in (query, key, value, decay, beta)]
+    wide = tuple([part is not None and part.dtype == torch.float32 for part in given])
     functions_for(value.dtype).recur(
-        sizes, *tensors, (_Pointer * 5)(*addresses(*given)), *addresses(state, path), known,
-        (_Pointer * 3)(*addresses(*updates)), y.data_ptr(), torch.get_num_threads(),
+        _sizes(_RecurrenceSizes, (*numbers, state.stride(0)), *strides, wide), parents.data_ptr(),
+        (_Pointer * 9)(*addresses(*given)), *addresses(path), known, (_Pointer * 3)(*addresses(*updates)),
+        y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return y, updates
+    return y, [*updates, rate.float()] if kind == "mamba1" else updates
 
 
 @functools.lru_cache(maxsize=64)
-def _recurrence_sizes(*fields: Any) -> Any:
-    sizes, *arrays = fields
-    return ctypes.pointer(_RecurrenceSizes(*sizes, *arrays))
+def _sizes(form: Any, numbers: tuple[int, ...], *arrays: tuple[int, ...]) -> Any:
+    """Return a pointer to a structure that describes arguments, which most layers of a forward share."""
+    return ctypes.pointer(form(*numbers, *arrays))
 
 
 # ----------------------------------------------------------------------------------------------- traceable operations

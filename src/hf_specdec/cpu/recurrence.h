@@ -118,19 +118,22 @@ static void convolve(const Convolution &c, const int64_t *parents, const T *x, c
 
 // ------------------------------------------------------------------------------------------------ recurrences
 
-// A delta rule whose decays are those of heads or of key channels, or Mamba 2.
-enum Kind { DELTA, DELTA_OF_CHANNELS, LINEAR };
+// A delta rule whose decays are those of heads or of key channels, Mamba 2, or Mamba 1, whose heads are channels.
+enum Kind { DELTA, DELTA_OF_CHANNELS, LINEAR, CHANNELS };
 
 struct Recurrence {
-    long rows, heads, shared, nodes, key_dim, value_dim;  // value heads, key heads, sizes of keys and values
-    long kind, flag;                                      // see `Kind`; normalize queries and keys, or softplus of dt
-    long trees, path, known;                              // as in `Convolution`; nodes of the last tree
-    long query_stride[3], key_stride[3], value_stride[3]; // rows, nodes, heads
-    long decay_stride[3], beta_stride[3], wide[5];        // wide: `Given`
+    long rows, heads, shared, nodes, key_dim, value_dim;   // value heads, key heads, sizes of keys and values
+    long kind, flag;                                       // see `Kind`; normalize queries and keys, or softplus of dt
+    long trees, path, known;                               // as in `Convolution`; nodes of the last tree
+    long state_stride;                                     // of rows
+    long query_stride[3], key_stride[3], value_stride[3];  // rows, nodes, heads (or dims, of keys of Mamba 1)
+    long decay_stride[3], beta_stride[3], wide[9];         // see `Numbers`
 };
 
-// Further inputs: log decays [B, N, H] or [B, N, H, Dk], and beta [B, N, H]; or dt [B, N, H], and A, D and a bias [H].
-enum Given { DECAY, BETA, RATE, SKIP, BIAS };
+// Queries and keys [B, N, G, Dk], values [B, N, H, Dv], log decays [B, N, H] or [B, N, H, Dk], beta [B, N, H]; Mamba: C, B
+// and x, dt [B, N, H], z (if Mamba 1), and A, D and a bias of dt [H]. In Mamba 1 A is [H, Dk], C and B are [B, N, Dk], x is
+// [B, N, H].
+enum Input { QUERY, KEY, VALUE, DECAY, BETA, RATE, SKIP, BIAS, STATE };
 
 // The ancestors of the nodes of one tree, from the root on.
 struct Paths {
@@ -191,14 +194,17 @@ constexpr long STATE_ROWS = 16;  // rows of a state that are read together
 // keys [B, G, known, Dk] and values [B, H, known, Dv], into the state [B, H, Dk, Dv] (Mamba 2: [B, H, Dv, Dk]), and compute
 // the outputs y [B, N, H, Dv] of the new nodes; `updates` are what the next call takes as `known`.
 template <class T>
-static void recur(const Recurrence &r, const int64_t *parents, const T *query, const T *key, const T *value,
-                  const void *const *given, float *state, const int64_t *path, const float *const *known,
-                  float *const *updates, T *y, long threads) {
+static void recur(const Recurrence &r, const int64_t *parents, const void *const *inputs, const int64_t *path,
+                  const float *const *known, float *const *updates, T *y, long threads) {
     const long nodes = r.nodes, dk = r.key_dim, dv = r.value_dim, kp = padded(dk), vp = padded(dv), np = padded(nodes);
     const long group = r.heads / r.shared;
     const bool is_linear = r.kind == LINEAR, of_channels = r.kind == DELTA_OF_CHANNELS;
-    const Numbers decays{given[DECAY], r.wide[DECAY]}, betas{given[BETA], r.wide[BETA]}, rates{given[RATE], r.wide[RATE]};
-    const Numbers skips{given[SKIP], r.wide[SKIP]}, biases{given[BIAS], r.wide[BIAS]};
+    const auto numbers = [&](Input input) { return Numbers{inputs[input], r.wide[input]}; };
+    const Numbers decays = numbers(DECAY), betas = numbers(BETA), rates = numbers(RATE), skips = numbers(SKIP);
+    const Numbers biases = numbers(BIAS);
+    const T *const query = (const T *)inputs[QUERY], *const key = (const T *)inputs[KEY];
+    const T *const value = (const T *)inputs[VALUE];
+    float *const state = (float *)inputs[STATE];
     std::vector<Paths> trees;
     for (long tree = 0; tree < r.trees; tree++) trees.emplace_back(parents + tree * nodes, nodes);
     // of each row and key head: queries and keys, and their products with the keys of ancestors and their own
@@ -408,4 +414,91 @@ static void recur(const Recurrence &r, const int64_t *parents, const T *query, c
         });
     }
     guard.check();
+}
+
+// ------------------------------------------------------------------------------------------------ Mamba 1
+
+// Like `recur`, for states [B, C, Dk] of channels, of which every node's is computed; y is [B, C, N]. `known` and `updates`
+// are dt [B, C, N], keys [B, 1, N, Dk] and values [B, C, N, 1].
+template <class T>
+static void scan(const Recurrence &r, const int64_t *parents, const void *const *inputs, const int64_t *path,
+                 const float *const *known, float *const *updates, T *y, long threads) {
+    constexpr long together = 16;  // channels of a task
+    const long nodes = r.nodes, dk = r.key_dim, kp = padded(dk), blocks = (r.heads + together - 1) / together;
+    const auto numbers = [&](Input input) { return Numbers{inputs[input], r.wide[input]}; };
+    const Numbers x = numbers(VALUE), dt = numbers(DECAY), rates = numbers(RATE), skips = numbers(SKIP);
+    const Numbers gates = numbers(BETA), biases = numbers(BIAS), state = numbers(STATE), given[2] = {numbers(KEY), numbers(QUERY)};
+    const long per_row = 2 * nodes * kp, per_thread = (nodes + 4) * kp;
+    const std::unique_ptr<float[]> memory(new float[r.rows * per_row + threads * per_thread]);
+    std::fill(memory.get(), memory.get() + r.rows * per_row, 0.0f);
+    for (long b = 0; b < r.rows; b++)
+        for (long i = 0; i < 2; i++)  // keys, then queries
+            for (long n = 0; n < nodes; n++) {
+                float *const to = memory.get() + b * per_row + (i * nodes + n) * kp;
+                const long *const stride = i ? r.query_stride : r.key_stride;
+                for (long c = 0; c < dk; c++) to[c] = given[i][b * stride[0] + n * stride[1] + c * stride[2]];
+                if (i == 0) std::copy(to, to + dk, updates[1] + (b * nodes + n) * dk);
+            }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long task = 0; task < r.rows * blocks; task++) {
+        const long b = task / blocks, end = std::min((task % blocks + 1) * together, r.heads);
+        const float *const keys = memory.get() + b * per_row, *const queries = keys + nodes * kp;
+        float *const states = memory.get() + r.rows * per_row + omp_get_thread_num() * per_thread;  // committed, then nodes'
+        const int64_t *const parent = parents + (r.trees > 1 ? b : 0) * nodes, *const accepted = path + b * r.path;
+        long steps = 0;
+        for (long i = 0; i < r.path; i++) steps += accepted[i] >= 0;
+        for (long d = task % blocks * together; d < end; d++) {
+            const long row = b * r.heads + d, from = b * r.state_stride + d * dk;
+            const auto at = [&](const long *stride, long n) { return b * stride[0] + n * stride[1] + d * stride[2]; };
+            for (long c = 0; c < dk; c += LANES) {
+                const Floats rate = rates.at(d * dk + c, dk - c);
+                Floats old = state.at(from + c, dk - c), added = {};
+                float after = 0;  // dt of the nodes after one
+                for (long j = steps - 1; j >= 0; j--) {
+                    const long node = accepted[j];
+                    const Floats key = floats(known[1] + (b * r.known + node) * dk + c, dk - c);
+                    const Floats factor = exponential<Floats, SignedWords>(rate * after);
+                    added += factor * key * known[2][row * r.known + node];
+                    after += known[0][row * r.known + node];
+                }
+                if (steps) {
+                    old = fused(old, exponential<Floats, SignedWords>(rate * after), added);
+                    if (state.wide) store((float *)state.data + from + c, old, dk - c);
+                    else store((bf16 *)state.data + from + c, old = fitted<bf16>(old), dk - c);
+                }
+                store(states + c, old);
+            }
+            for (long n = 0; n < nodes; n++) {
+                const float size = step_size(dt[at(r.decay_stride, n)], dt, biases, d, r.flag);
+                const float value = size * x[at(r.value_stride, n)];
+                updates[0][row * nodes + n] = size, updates[2][row * nodes + n] = value;
+                for (long c = 0; c < dk; c += LANES) {
+                    const Floats factor = exponential<Floats, SignedWords>(rates.at(d * dk + c, dk - c) * size);
+                    const Floats old = floats(states + (parent[n] + 1) * kp + c);
+                    store(states + (n + 1) * kp + c, fused(old, factor, floats(keys + n * kp + c) * value));
+                }
+            }
+            for (long n = 0; n < nodes; n += 4) {
+                Floats products[4] = {};
+                for (long i = 0; i < std::min<long>(4, nodes - n); i++)
+                    for (long c = 0; c < dk; c += LANES) {
+                        const Floats one = floats(states + (n + i + 1) * kp + c);
+                        products[i] = fused(one, floats(queries + (n + i) * kp + c), products[i]);
+                    }
+                const Four found = sums(products[0], products[1], products[2], products[3]);
+                for (long i = 0; i < std::min<long>(4, nodes - n); i++) {
+                    float output = fitted<T>(found[i]);
+                    if (skips) {
+                        const float skipped = x[at(r.value_stride, n + i)] * skips[d];
+                        output = skips.wide ? output + skipped : fitted<T>(output + fitted<T>(skipped));
+                    }
+                    if (gates) {
+                        const float gate = gates[at(r.beta_stride, n + i)];
+                        output *= gates.fit(gate / (1 + std::exp(-gate)));
+                    }
+                    store(y + row * nodes + n + i, output);
+                }
+            }
+        }
+    }
 }

@@ -123,11 +123,6 @@ class Updates:
     values: Tensor  # [B, H, N, Dv]
     rate: Tensor | None = None  # [H, Dk], by which the decay of a channel is multiplied (Mamba 1)
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decays, keys and values."""
-        return self.decay, self.keys, self.values
-
     def after(self, known: Updates | None) -> Updates:
         """Return the updates of known nodes, followed by these."""
         if known is None:

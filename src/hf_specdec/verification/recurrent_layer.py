@@ -260,7 +260,7 @@ class RecurrentState:
         """Enter the noted path into a state, and return the recurrence of new nodes, see `recurrence.FORMS`."""
         known, state = self._updates.get(call), self._state_of(call, kind)
         if not branches.known and operations.can_recur(kind, inputs, state):
-            entered = None if self._path is None or known is None else (self._path, known[1].parts)
+            entered = None if self._path is None or known is None else (self._path, known[1])
             output, parts = operations.recur_tree(kind, inputs, flag, state, branches.parents, entered)
             updates = Updates(*parts)
         else:
