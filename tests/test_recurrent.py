@@ -1,0 +1,303 @@
+"""Trees on recurrent targets: the mathematics node by node, and whole models at every node, step and seam."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+import zoo
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.model import text_config
+from hf_specdec.verification.probe import TargetFacts, inspect_target
+from hf_specdec.verification.recurrence import FORMS, Branches, Updates, advance, advance_window, convolve
+from hf_specdec.verification.recurrent_layer import REPLACEMENTS, recurrent_layers
+from hf_specdec.verification.trials import first_inputs
+from reference import path_to_root
+
+ROWS = 3
+HEADS, GROUPS, KEYS, VALUES = 4, 2, 8, 6
+"""Value heads, key heads, and their channels."""
+SHAPES = {"wide": 0.3, "deep": 0.95, "chain": 1.0}
+"""How often a node's parent is the node before it."""
+
+
+def random_parents(size: int, rows: int, follows: float, generator: torch.Generator) -> Tensor:
+    """Parents `[rows, size]`, most of them among the six nodes before; some nodes are further roots, as padding is."""
+    parents = torch.full((rows, size), -1)
+    for row, node in itertools.product(range(rows), range(1, size)):
+        draw = float(torch.rand((), generator=generator))
+        back = 1 if draw < follows else int(torch.randint(1, 8, (), generator=generator))
+        parents[row, node] = max(node - back, -1)
+    return parents
+
+
+class Case:
+    """Random inputs of one kind of recurrence, in the dtypes of transformers' functions, and its committed state."""
+
+    def __init__(self, kind: str, size: int, strength: float, repeats: bool, generator: torch.Generator) -> None:
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator)
+
+        def tokens(*sizes: int) -> Tensor:  # dimension 1 counts tokens
+            return draw(sizes[0], 1, *sizes[2:]).expand(*sizes) if repeats else draw(*sizes)
+
+        self.form, self.flag, self.size = FORMS["delta_rule" if kind == "kda" else kind], True, size
+        if kind in ("delta_rule", "kda"):
+            groups = HEADS if kind == "kda" else GROUPS
+            query, key = (tokens(ROWS, size, groups, KEYS) for _ in range(2))
+            value, beta = draw(ROWS, size, HEADS, VALUES), tokens(ROWS, size, HEADS).mul(3).sigmoid()
+            shape = (ROWS, size, HEADS, KEYS) if kind == "kda" else (ROWS, size, HEADS)
+            decay = -strength * torch.rand(shape, generator=generator)
+            self.inputs: list[Tensor | None] = [query, key, value, decay, beta]
+            self.by_token = [1] * 5
+            self.state = draw(ROWS, HEADS, KEYS, VALUES)
+        elif kind == "mamba2":
+            rate = -strength * torch.rand(HEADS, generator=generator)
+            self.inputs = [draw(ROWS, size, HEADS, VALUES), tokens(ROWS, size, HEADS), rate,
+                           tokens(ROWS, size, GROUPS, KEYS), draw(ROWS, size, GROUPS, KEYS), draw(HEADS), draw(HEADS)]  # fmt: skip
+            self.by_token = [1, 1, 0, 1, 1, 0, 0]
+            self.state = draw(ROWS, HEADS, KEYS, VALUES)
+        else:
+            rate = -strength * torch.rand(HEADS, KEYS, generator=generator)
+            x, dt, gate = (draw(ROWS, HEADS, size) for _ in range(3))
+            b, c = (draw(ROWS, KEYS, size) for _ in range(2))
+            self.inputs = [x, dt, rate, b, c, draw(HEADS), gate, draw(HEADS)]
+            self.by_token = [2, 2, 0, 2, 2, 0, 2, 0]
+            self.state = draw(ROWS, HEADS, KEYS, 1)
+        self.kind = kind
+
+    def run(self, parents: Tensor, begin: int = 0, end: int | None = None, known: Updates | None = None) -> Any:
+        """What the form returns for nodes `begin` to `end`, with outputs `[B, n, ...]`, and the updates."""
+        end = self.size if end is None else end
+        parts = [
+            part if dim == 0 or part is None else part.narrow(dim, begin, end - begin)
+            for part, dim in zip(self.inputs, self.by_token, strict=True)
+        ]
+        tree = TokenTree(torch.zeros(ROWS, end, dtype=torch.long), parents[:, :end])
+        output, updates = self.form(parts, self.flag, self.state, Branches.of(tree, begin), known)
+        return (output.movedim(-1, 1) if self.kind == "mamba1" else output), updates
+
+    def by_definition(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs `[B, n, ...]` and states `[B, n, ...]` of all nodes, one after the other in float64."""
+        inputs = [None if part is None else part.double() for part in self.inputs]
+        outputs: list[list[Tensor]] = []
+        states: list[list[Tensor]] = []
+        for row in range(ROWS):
+            outputs.append([])
+            states.append([])
+            for node, parent in enumerate(parents[row % len(parents)].tolist()):
+                before = self.state[row].double() if parent < 0 else states[row][parent]
+                state, output = getattr(self, f"_{self.kind}")(inputs, row, node, before)
+                states[row].append(state)
+                outputs[row].append(output)
+        return torch.stack([torch.stack(row) for row in outputs]), torch.stack([torch.stack(row) for row in states])
+
+    def _delta_rule(self, inputs: Any, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value, decay, beta = (part[row, node] for part in inputs)
+        query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
+        query, key = (part.repeat_interleave(HEADS // len(part), 0) for part in (query, key))
+        state = state * decay.exp().view(HEADS, -1, 1)
+        update = beta[:, None] * (value - torch.einsum("hk,hkv->hv", key, state))
+        state = state + key[:, :, None] * update[:, None]
+        return state, torch.einsum("hk,hkv->hv", query, state) * KEYS**-0.5
+
+    _kda = _delta_rule
+
+    def _mamba2(self, inputs: Any, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, dt, rate, key, query, skip, bias = (
+            part[row, node] if dim else part for part, dim in zip(inputs, self.by_token, strict=True)
+        )
+        dt = softplus(dt + bias)
+        key, query = (part.repeat_interleave(HEADS // GROUPS, 0) for part in (key, query))
+        state = state * (dt * rate).exp()[:, None, None] + key[:, :, None] * (dt[:, None] * x)[:, None]
+        return state, torch.einsum("hk,hkv->hv", query, state) + skip[:, None] * x
+
+    def _mamba1(self, inputs: Any, row: int, node: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        x, dt, rate, key, query, skip, gate, bias = (
+            part[row, ..., node] if dim else part for part, dim in zip(inputs, self.by_token, strict=True)
+        )
+        dt = softplus(dt + bias)
+        state = state * (dt[:, None] * rate).exp()[..., None] + (dt * x)[:, None, None] * key[:, None]
+        return state, ((state[..., 0] @ query) + skip * x) * silu(gate)
+
+
+def close(actual: Tensor, expected: Tensor, at_most: float = 2e-6) -> None:
+    """Assert that a float32 tensor is as close to a float64 one, relative to its largest number, as rounding allows."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    error = float((actual.double() - expected).abs().max() / expected.abs().max())
+    assert error < at_most, error
+
+
+def random_paths(parents: Tensor, generator: torch.Generator) -> list[list[int]]:
+    """A path of each row, of any length; the first row has none."""
+    found = list[list[int]]([[]])
+    for row in range(1, ROWS):
+        whole = path_to_root(parents[row % len(parents)].tolist(), parents.shape[1] - 1 - row)
+        found.append(whole[: 1 + int(torch.randint(len(whole), (), generator=generator))])
+    return found
+
+
+def padded(paths: list[list[int]], more: int = 0) -> Tensor:
+    width = max(map(len, paths)) + more
+    return torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths])
+
+
+KINDS = ("delta_rule", "kda", "mamba2", "mamba1")
+STRENGTHS = {"weak": 0.02, "strong": 2.0, "extreme": 40.0, "vanishing": 3000.0}
+
+
+@pytest.mark.parametrize("repeats", [False, True], ids=["random keys", "one token repeated"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_continues_its_parents_state(kind: str, shape: str, strength: str, repeats: bool) -> None:
+    """At once and in pieces; then a commit of a path of any length in each row, with a path of none."""
+    generator = torch.Generator().manual_seed(len(kind) + len(shape) + len(strength))
+    for size, rows in ((49, 1), (33, ROWS), (6, ROWS), (1, 1)):
+        case = Case(kind, size, STRENGTHS[strength], repeats, generator)
+        parents = random_parents(size, rows, SHAPES[shape], generator)
+        expected, states = case.by_definition(parents)
+        output, updates = case.run(parents)
+        close(output, expected)
+        pieces, known = list[Tensor](), None
+        for begin, end in itertools.pairwise(sorted({0, min(1, size), size // 3, size - 1, size})):
+            piece, known = case.run(parents, begin, end, known)
+            pieces.append(piece)
+        close(torch.cat(pieces, 1), expected)
+        if size == 1:
+            continue
+        assert known is not None
+        paths = random_paths(parents, generator)
+        for found in (updates, known, updates.first(max(map(max, paths[1:])) + 1)):
+            after = advance(case.state, found, padded(paths, more=2))
+            assert torch.equal(after[0], case.state[0])
+            for row in range(1, ROWS):
+                close(after[row], states[row, paths[row][-1]])
+
+
+@pytest.mark.parametrize("held", [0, -1], ids=["K inputs", "K - 1 inputs"])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_convolution_sees_a_nodes_own_ancestors(shape: str, size: int, held: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    channels = 5
+    for number, rows in ((40, 1), (17, ROWS), (1, ROWS)):
+        state = torch.randn(ROWS, channels, size + held, generator=generator)
+        inputs, weight = (torch.randn(*sizes, generator=generator)
+                          for sizes in ((ROWS, channels, number), (channels, size)))  # fmt: skip
+        parents = random_parents(number, rows, SHAPES[shape], generator)
+        tree = TokenTree(torch.zeros(ROWS, number, dtype=torch.long), parents)
+        bias, known = torch.randn(channels, generator=generator), number // 2
+        for some, activation in ((bias, "silu"), (None, None)):
+            found = convolve(inputs, state, weight, some, activation, Branches.of(tree))
+            later = convolve(inputs, state, weight, some, activation, Branches.of(tree, known))
+            texts = [
+                torch.cat([state[row], inputs[row][:, path_to_root(parents[row % rows].tolist(), node)]], -1)[:, -size:]
+                for row in range(ROWS)
+                for node in range(number)
+            ]
+            expected = (torch.stack(texts).double() * weight).sum(-1).view(ROWS, number, channels).transpose(1, 2)
+            expected = expected if some is None else silu(expected + some[:, None])
+            close(found, expected)
+            close(later, expected[..., known:])
+        if number > 1:
+            paths = random_paths(parents, generator)
+            after = advance_window(state, inputs, padded(paths, more=1))
+            for row, path in enumerate(paths):
+                assert torch.equal(after[row], torch.cat([state[row], inputs[row][:, path]], -1)[:, -(size + held) :])
+
+
+# ----------------------------------------------------------------------------------------------- whole models
+
+FAST = ("qwen3_next", "qwen3_5_text", "kimi_linear", "mamba2", "falcon_h1", "lfm2", "jamba", "zamba")
+"""One architecture for each kind of recurrence and of cache layer."""
+TREES = (*FAST, "bailing_hybrid", "bamba", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba",
+         "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "zamba2")  # fmt: skip
+CHAINS = ("inkling_text", "inkling2_text", "qwen4_exp_text", "recurrent_gemma", "zaya")
+REFUSED = ("minimax", "rwkv")
+GROUPED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bamba", "granitemoehybrid", "falcon_h1"), {"mamba_n_groups": 2}),
+    **dict.fromkeys(("mamba2", "nemotron_h"), {"n_groups": 2}),
+    "zamba2": {"mamba_ngroups": 2},
+}
+"""Several heads for each group of keys."""
+
+
+def by_speed(names: tuple[str, ...]) -> list[Any]:
+    """The fast ones in every run, the others in exhaustive ones."""
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.exhaustive) for name in names]
+
+
+def grouped(name: str) -> Any:
+    """A tiny model whose heads share keys, if its architecture can."""
+    if name not in GROUPED:
+        return zoo.build(name)
+    torch.manual_seed(0)
+    return zoo.decisive(AutoModelForCausalLM.from_config(zoo.config_of(name, GROUPED[name])).eval())
+
+
+@torch.no_grad()
+def from_scratch(model: Any, texts: list[Tensor]) -> Tensor:
+    """Logits `[T, V]` after each text, read from its beginning without padding and without a cache."""
+    found = dict[tuple[int, ...], Tensor]()
+    for _, group in itertools.groupby(sorted(map(tuple, torch_lists(texts)), key=len), key=len):
+        some = sorted(set(group))
+        logits = model(input_ids=torch.tensor(some), use_cache=False).logits[:, -1]
+        found.update(zip(some, logits, strict=True))
+    return torch.stack([found[tuple(text.tolist())] for text in texts])
+
+
+def torch_lists(texts: list[Tensor]) -> list[list[int]]:
+    return [text.tolist() for text in texts]
+
+
+@pytest.mark.parametrize("rows", [1, ROWS], ids=["one row", "padded rows with own trees"])
+@pytest.mark.parametrize("name", by_speed(TREES))
+@torch.no_grad()
+def test_logits_at_every_node_are_those_of_its_text(name: str, rows: int) -> None:
+    """Over steps with commits of none, some and many nodes in each row; then a row leaves the batch."""
+    model, generator = grouped(name), torch.Generator().manual_seed(len(name) + rows)
+    facts = inspect_target(model)
+    assert facts.supports_trees, facts.chain_only_reason
+    prompt = torch.randint(3, zoo.VOCAB_SIZE, (rows, 13), generator=generator)
+    mask = torch.ones_like(prompt)
+    for row, padding in enumerate((0, 3, 7)[:rows]):
+        prompt[row, :padding] = mask[row, :padding] = 0
+    target: Any = facts.new_target(model, 160, None)
+    target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
+    texts = [prompt[row][mask[row] == 1] for row in range(rows)]
+    active = list(range(rows))
+    for step, (size, shape) in enumerate(((12, "wide"), (17, "chain"), (1, "wide"), (12, "deep"), (9, "wide"))):
+        parents = random_parents(size, rows, SHAPES[shape], generator)
+        tokens = torch.randint(3, zoo.VOCAB_SIZE, (rows, size), generator=generator)
+        logits = target.verify(TokenTree(tokens, parents)).logits
+        paths = list[list[int]]()
+        for row in range(rows):
+            own = [path_to_root(parents[row].tolist(), node) for node in range(size)]
+            if row in active:
+                expected = from_scratch(model, [torch.cat([texts[row], tokens[row, path]]) for path in own])
+                distance = (logits[row] - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert float(distance.max()) < 1e-4, (step, row, distance)
+                spread = (expected - expected.mean(0)).norm(dim=-1) / expected.norm(dim=-1)
+                assert size == 1 or float(spread.mean()) > 0.1  # a wrong parent would show
+            kept = own[-1][: (step + row + len(own[-1])) % (len(own[-1]) + 1)] if row in active else []
+            kept = own[-1] if step == 1 and row != 1 else kept  # longer than any convolution
+            texts[row] = torch.cat([texts[row], tokens[row, kept]])
+            paths.append(kept)
+        target.cache.commit([paths[row] for row in active])
+        if step == 2 and rows > 1:
+            active = [0, 2]
+            target.keep_rows(active)
