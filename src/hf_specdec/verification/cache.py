@@ -238,10 +238,10 @@ class TreeCache(Cache):
     @property
     def num_written(self) -> int:
         """Number of slots that every layer in use has written, committed or not; unbounded if none has slots."""
-        return min(
-            (layer.end for layer in self._attention if layer.is_initialized),
-            default=0 if self._attention else UNBOUNDED,
-        )
+        if not all(any(state.has_previous.values()) for state in self.states.values()):
+            return 0
+        ends = (layer.end for layer in self._attention if layer.is_initialized)
+        return min(ends, default=0 if self._attention else UNBOUNDED)
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""

@@ -20,6 +20,7 @@ from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Bucket, Graphed, Input, KeptMemory, Key, width_for
 from hf_specdec.verification.masks import UNBOUNDED, MaskLayout, TreeInputs, bucket_masks
 from hf_specdec.verification.memory import kept_rows
+from hf_specdec.verification.recurrence import Branches
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.tree_attention import AttentionContext
 
@@ -132,12 +133,14 @@ class GraphForward(KeptMemory, Runner):
             tokens: Tensor, parents: Tensor, lengths: Tensor, valid: Tensor, left: Tensor, offsets: Tensor,
             ceiling: Tensor,
         ) -> Sequence[Tensor]:  # fmt: skip
-            slots, ancestors = bucket.behind(lengths), TokenTree(tokens, parents).ancestor_mask()
+            slots, tree = bucket.behind(lengths), TokenTree(tokens, parents)
+            ancestors = tree.ancestor_mask()
+            branches = Branches(parents, ancestors) if bucket.states else None
             seen = layout, ancestors, lengths, slots.free, valid, left
             context = (
-                AttentionContext(bucket_masks(*seen))
+                AttentionContext(bucket_masks(*seen), branches=branches)
                 if slots.has_masks
-                else DeviceContext(visible_in_tree(*seen, fixed=fixed))
+                else DeviceContext(visible_in_tree(*seen, fixed=fixed), branches)
             )
             positions = ((offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=ceiling)
             logits, states = inner(tokens, positions, context, slots.cache(0, tokens.shape[1]))

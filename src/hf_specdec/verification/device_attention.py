@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import LayerKind, MaskLayout, restricted
 from hf_specdec.verification.memory import KeyValueBuffer
+from hf_specdec.verification.recurrence import Branches
 from hf_specdec.verification.tree_attention import (
     SHORTEST_PART,
     AttentionContext,
@@ -134,13 +135,14 @@ class DeviceContext(AttentionContext):
     function with it, raises an error.
     """
 
-    def __init__(self, keys: Mapping[str, VisibleKeys]) -> None:
+    def __init__(self, keys: Mapping[str, VisibleKeys], branches: Branches | None = None) -> None:
         shapes = {name: (len(kept.places), 1, kept.places.shape[1], 0) for name, kept in keys.items()}
         super().__init__(
             {
                 name: torch.empty(shape, dtype=torch.bool, device=keys[name].places.device)
                 for name, shape in shapes.items()
-            }
+            },
+            branches=branches,
         )
         self._keys = keys
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,7 @@ from hf_specdec.verification.memory import (
     note_one_time_work,
     persistent_tensors,
 )
-from hf_specdec.verification.recurrent_layer import NONE_RECURRENT, RecurrentLayout, RecurrentState
+from hf_specdec.verification.recurrent_layer import NONE_RECURRENT, RecurrentLayer, RecurrentLayout, RecurrentState
 
 logger = logging.getLogger(__name__)
 
@@ -408,6 +408,14 @@ class _BucketLayer(FixedLayer):
         return self._slots[0]
 
 
+class _HybridBucketLayer(RecurrentLayer, _BucketLayer):
+    """Layer inside a graph with recurrent states as well."""
+
+    def __init__(self, share: Share, slots: Tensor, bucket: int, state: RecurrentState) -> None:
+        _BucketLayer.__init__(self, share, slots, bucket)
+        RecurrentLayer.__init__(self, state)
+
+
 class Appended:
     """Where new entries go outside of graphs: behind the committed ones of a cache, which is exactly as long."""
 
@@ -442,7 +450,8 @@ class Bucket:
     """
 
     def __init__(self, cache: TreeCache, room: int, *, has_masks: bool) -> None:
-        self.shares, self.has_masks, self._room = [layer.share for layer in cache.layers], has_masks, room
+        self.shares: list[Share | None] = [getattr(layer, "share", None) for layer in cache.layers]
+        self.states, self.has_masks, self._room = cache.states, has_masks, room
         self.size = min(bucket_of(cache.start + room), cache.capacity) if has_masks else cache.capacity
 
     @property
@@ -453,7 +462,7 @@ class Bucket:
     def behind(self, lengths: Tensor) -> BucketSlots:
         """Return the slots behind rows with `lengths` `[B]` committed entries."""
         free = lengths.amax() + torch.arange(self._room, dtype=torch.long, device=lengths.device)
-        return BucketSlots(self.shares, self.size, free, self.has_masks)
+        return BucketSlots(self.shares, self.states, self.size, free, self.has_masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,14 +470,22 @@ class BucketSlots:
     """Where new entries go inside a graph: to `free` `[room]` slots behind the longest row. See `Appended`."""
 
     shares: Sequence[Share | None]
+    states: Mapping[int, RecurrentState]
     size: int
     free: Tensor
     has_masks: bool
 
     def cache(self, before: int, count: int) -> Cache:
         """See `Appended.cache`."""
-        slots = self.free[before : before + count]
-        return Cache(layers=[_BucketLayer(share, slots, self.size) for share in self.shares])
+        slots, layers = self.free[before : before + count], list[Any]()
+        for index, share in enumerate(self.shares):
+            if index not in self.states:
+                layers.append(_BucketLayer(share, slots, self.size))
+            elif share is None:
+                layers.append(RecurrentLayer(self.states[index]))
+            else:
+                layers.append(_HybridBucketLayer(share, slots, self.size, self.states[index]))
+        return Cache(layers=layers)
 
     def mask(self, committed: Tensor, seen: Tensor) -> Tensor:
         """See `Appended.mask`."""

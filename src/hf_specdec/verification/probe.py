@@ -33,7 +33,7 @@ from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
 from hf_specdec.verification.memory import CacheLayout, LayerLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.recurrent_layer import recurrent_layers, state_shapes
+from hf_specdec.verification.recurrent_layer import attends, recurrent_layers, state_shapes
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.tree_attention import REPLACED, AttentionContext, attending
@@ -305,14 +305,14 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
 
         name, unpacked, recurrent = attention_name(config), "", recurrent_layers(config)
         tried_tree = TRIED_STATES if recurrent else TRIED_TREE
-        if name != REPLACED:
+        if name != REPLACED and attends(config):
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
                 texts = (TEXTS, MORE_TEXTS) if packed else (TEXTS,)  # a refusal of packed attention alone is checked
                 target = attempt(functools.partial(new_tree_target, packed), tried_tree, texts)
                 assert isinstance(target.cache, TreeCache)
-                if not plain_attention.is_asked and len(recurrent) < config.num_hidden_layers:
+                if not plain_attention.is_asked and attends(config):
                     unpacked = unpacked or "its layers do not call transformers' attention function"
                 layout, states = measured_layout(target.cache), state_shapes(target.cache)
                 return TargetFacts(layout, "", fingerprint, unpacked, autocast, states)

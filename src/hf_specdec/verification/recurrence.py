@@ -122,9 +122,9 @@ class Updates:
         decay, keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return Updates(decay, keys, values, self.rate)
 
-    def first(self, count: int) -> Updates:
-        """Return the updates of the first nodes."""
-        decay, keys, values = (part[:, :, :count] for part in (self.decay, self.keys, self.values))
+    def first(self, rows: int, count: int | None = None) -> Updates:
+        """Return the updates of the first nodes (None: of all) in the first rows."""
+        decay, keys, values = (part[:rows, :, :count] for part in (self.decay, self.keys, self.values))
         return Updates(decay, keys, values, self.rate)
 
 
@@ -259,12 +259,13 @@ def delta_rule(
 
     `normalizes`: whether queries and keys are divided by their norms.
     """
+    assert inputs[0] is not None
     query, key, value, decay, beta = (_float(part).transpose(1, 2) for part in inputs)
     if normalizes:
         query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
     query = query * query.shape[-1] ** -0.5
     output, updates = branch(query, key, value, decay, beta, state, branches, known)
-    return output.transpose(1, 2).contiguous(), updates
+    return output.transpose(1, 2).contiguous().to(inputs[0].dtype), updates
 
 
 def mamba2(
@@ -280,9 +281,8 @@ def mamba2(
     key, query, values = (_float(part).transpose(1, 2) for part in (key, query, x))
     decay = dt * _float(rate)[:, None]
     output, updates = branch(query, key, values * dt[..., None], decay, None, state, branches, known)
-    if skip is not None:
-        output = output + _float(skip)[:, None, None] * values
-    return output.transpose(1, 2).contiguous(), updates
+    output = output.transpose(1, 2).contiguous().to(x.dtype)
+    return (output if skip is None else (output + x * skip[:, None]).to(x.dtype)), updates
 
 
 def mamba1(
@@ -301,7 +301,7 @@ def mamba1(
     output = output[..., 0].to(x.dtype)
     if skip is not None:
         output = output + x * skip[:, None]
-    return (output if gate is None else output * functional.silu(gate)), updates
+    return (output if gate is None else output * functional.silu(gate)).to(x.dtype), updates
 
 
 def _float(part: Tensor | None) -> Tensor:

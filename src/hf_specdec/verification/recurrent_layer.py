@@ -69,6 +69,12 @@ def state_shapes(cache: Cache) -> dict[int, list[list[int]]]:
     return found
 
 
+def attends(config: Any) -> bool:
+    """Whether any layer of a text configuration holds keys and values."""
+    recurrent = recurrent_layers(config)
+    return len(recurrent) < config.num_hidden_layers or any(has_keys for _, has_keys in recurrent.values())
+
+
 class RecurrentState:
     """States of one layer after the committed tokens, except those of an accepted path that is still to be entered.
 
@@ -108,20 +114,28 @@ class RecurrentState:
         return kept[: len(like)]
 
     def _keep(self, name: Any, part: Tensor) -> Tensor:
-        """Return `[B, *, N, ...]` of nodes where the next forward looks for it, with room for more nodes."""
+        """Return `[B, *, N, ...]` of nodes where the next forward looks for it, with room for more rows and nodes."""
         if self._rows_for is None:
             return part
         nodes = -(-part.shape[2] // KEPT_NODES) * KEPT_NODES
         if name in self._kept:
             nodes = max(nodes, self._kept[name].shape[2])
-        kept = self.place(name, part, part.shape[1], nodes, *part.shape[3:])
-        kept[:, :, : part.shape[2]] = part
-        return kept
+        self.place(name, part, part.shape[1], nodes, *part.shape[3:])[:, :, : part.shape[2]] = part
+        return self._kept[name]
 
     @property
     def device(self) -> torch.device:
         """Device of the windows."""
-        return next(window.device for window in self.windows.values() if window is not None)
+        return self._window.device
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the windows."""
+        return len(self._window)
+
+    @property
+    def _window(self) -> Tensor:
+        return next(window for window in self.windows.values() if window is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -135,13 +149,13 @@ class RecurrentState:
         for states in (self.windows, self.states):
             states.update(dict.fromkeys(states))
         self.has_previous.update(dict.fromkeys(self.has_previous, False))
-        self._inputs, self._updates, self._path = {}, {}, None
+        self._path = None
 
     def close(self) -> None:
         """Free the kept memory, also that of a call that still references it."""
         self.moves += bool(self._kept)
         self.reopen()
-        self._kept = {}
+        self._kept, self._inputs, self._updates = {}, {}, {}
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but some: row `rows[i]`, which is i or larger, becomes row i."""
@@ -153,7 +167,7 @@ class RecurrentState:
                         if source != target:
                             part[target] = part[source]
                     parts[index] = part[: len(rows)]
-        self._inputs, self._updates, self._path = {}, {}, None
+        self._path = None
 
     # ------------------------------------------------------------------------------------- committed tokens
 
@@ -200,11 +214,11 @@ class RecurrentState:
     def _enter_window(self, index: int, inputs: Tensor, path: Tensor) -> None:
         window = self.windows[index]
         assert window is not None
-        window.copy_(recurrence.advance_window(window, inputs, path))
+        window.copy_(recurrence.advance_window(window, inputs[: len(window)], path))
 
     def _enter_state(self, call: int, kind: str, updates: Updates, path: Tensor) -> None:
         state = self._state_of(call, kind)
-        state.copy_(recurrence.advance(state.float(), updates, path))
+        state.copy_(recurrence.advance(state.float(), updates.first(len(state)), path))
 
     def _state_of(self, call: int, kind: str) -> Tensor:
         """Return a view `[B, H, Dk, Dv]` of the state of a call; transformers keeps others for Mamba."""
@@ -227,7 +241,7 @@ class RecurrentState:
             self.path_memory(inputs[:, :0, 0].long())
         if branches.known:
             assert known is not None
-            inputs = torch.cat([known[..., : branches.known], inputs], dim=-1)
+            inputs = torch.cat([known[: len(inputs), :, : branches.known], inputs], dim=-1)
         elif self._path is not None and known is not None:
             self._enter_window(index, known, self._path)
         self._inputs[index] = self._keep(("inputs", index), inputs)
@@ -239,7 +253,7 @@ class RecurrentState:
         before = None
         if branches.known:
             assert known is not None
-            before = known[1].first(branches.known)
+            before = known[1].first(self.num_rows, branches.known)
         elif self._path is not None and known is not None:
             self._enter_state(call, *known, self._path)
         output, updates = FORMS[kind](inputs, flag, self._state_of(call, kind).float(), branches, before)
@@ -262,10 +276,11 @@ class BranchingLayer(LinearAttentionLayer):
     is_initialized = False  # holds no keys
     branches: Branches | None = None  # of the tree under verification
     number_of_states = 1
+    has_run = False  # in the last forward over a tree
 
     def begin_tree(self, branches: Branches) -> None:
         """Verify a tree from now on."""
-        self.branches, self._called, self._calls, self._has_run = branches, set[Any](), 0, False
+        self.branches, self._called, self._calls, self.has_run = branches, set[Any](), 0, False
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), False)
 
     def end_tree(self) -> None:
@@ -277,7 +292,7 @@ class BranchingLayer(LinearAttentionLayer):
         if self.branches is None:
             found: Tensor = super().update_conv_state(conv_states, state_idx, *args, **kwargs)
             return found
-        self._has_run = True
+        self.has_run = True
         self._called.add(("update", state_idx))
         _RUNNING.set((self, state_idx))
         return conv_states
@@ -357,7 +372,7 @@ class RecurrentLayer(BranchingLayer):
         """See `BranchingLayer`; the noted path has been entered, if the layer has run."""
         super().end_tree()
         self.has_previous_state = self.state.has_previous
-        if self._has_run:
+        if self.has_run:
             self.state.forget_path()
 
     def convolve(

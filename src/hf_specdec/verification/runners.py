@@ -17,19 +17,30 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.library import is_loaded
 from hf_specdec.transformers_private import attention_name, experts_name, supports_logits_to_keep
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import FixedLayer, TreeCache
 from hf_specdec.verification.features import FeatureTap, PromptPadding
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, chain_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, takes_positions, text_config
 from hf_specdec.verification.programs import AttentionForms, CaptureError, Program, make_program
-from hf_specdec.verification.recurrent_layer import NONE_RECURRENT, RecurrentLayout, recurring
+from hf_specdec.verification.recurrence import Branches, Inputs
+from hf_specdec.verification.recurrent_layer import (
+    NONE_RECURRENT,
+    BranchingLayer,
+    RecurrentLayout,
+    attends,
+    branching,
+    recurrent_layers,
+    recurring,
+)
 from hf_specdec.verification.target import expert_products
 from hf_specdec.verification.tree_attention import AttentionContext, append_and_attend, attending, kernel_can_use
 
@@ -200,11 +211,14 @@ class CompiledForward(Runner):
         self.copies_weights = self._programs[name].copies_weights
         self._dtype, self._attends_by_torch = model.dtype if mode == "kernels" else None, False
         self.inexact = next((program.inexact for program in self._programs.values() if program.inexact), "")
+        self._is_recurrent = bool(recurrent_layers(self._config))
+        if self._is_recurrent:
+            self.inexact = self.inexact or "its recurrent layers read prompts in chunks"
 
     @property
     def reads_prompts(self) -> Literal[True, False, "slowly"]:  # type: ignore[override]
         """See `Runner`."""
-        if self._dtype is None or self._attends_by_torch or not is_loaded():
+        if self._dtype is None or self._attends_by_torch or self._is_recurrent or not is_loaded():
             return False
         return "slowly" if operations.multiplies_slowly(self._dtype) else True
 
@@ -212,13 +226,14 @@ class CompiledForward(Runner):
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`; with `kept` `[K]`, return the logits of these nodes only."""
-        token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
+        token, start = _RUNNING.set((forward, cache)), _seq_length(cache)
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
             given = [tokens, positions, start]
             if self._keeps:
                 given.append(torch.arange(tokens.shape[1], device=tokens.device) if kept is None else kept)
-            logits, *states = self._programs[experts_name(self._config)](*given)
+            with branching(cache, forward.branches):
+                logits, *states = self._programs[experts_name(self._config)](*given)
         finally:
             _RUNNING.reset(token)
         if forward.has_attended:
@@ -248,6 +263,24 @@ class CompiledForward(Runner):
 
 _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("running", default=None)
 """Masks and cache of the compiled forward that runs in this thread."""
+
+
+def _seq_length(cache: Cache) -> Any:
+    """Return the slots before the new nodes; 0 if no layer has slots."""
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
+def _convolve(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, layer: int, index: int
+) -> Tensor:
+    """Convolve new nodes `[B, C, N]` in a recurrent layer of the running forward's cache; returns rows of channels."""
+    output = _running()[1].layers[layer].convolve(index, inputs, weight, bias, activation)
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _recur(inputs: Sequence[Tensor | None], kind: str, flag: bool, layer: int, call: int) -> Tensor:
+    """Continue the states of a recurrent layer of the running forward's cache, see `recurrence.FORMS`."""
+    return _running()[1].layers[layer].recur(call, kind, inputs, flag)
 
 
 def _running() -> tuple[AttentionContext, Cache]:
@@ -315,7 +348,21 @@ def _define_target_attention() -> torch.library.Library:
     def joined_shape(joined: Tensor, _cos: Tensor, _sin: Tensor, shared: int, size: int, *_: object) -> Tensor:
         return joined.new_empty(*joined.shape[:2], joined.shape[2] // size - 2 * shared, size)
 
+    def convolved(inputs: Tensor, *_: object) -> Tensor:
+        rows, channels, nodes = inputs.shape
+        return inputs.new_empty(rows, nodes, channels).transpose(1, 2)
+
+    def recurred(inputs: Sequence[Tensor], kind: str, *_: object) -> Tensor:
+        values = inputs[2] if kind == "delta_rule" else inputs[0]
+        return values.new_empty(values.shape)
+
+    library.define(
+        "tree_convolution(Tensor x, Tensor weight, Tensor? bias, str? activation, int layer, int index) -> Tensor"
+    )
+    library.define("tree_recurrence(Tensor?[] inputs, str kind, bool flag, int layer, int call) -> Tensor")
     functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "tree_convolution": (_convolve, convolved),
+        "tree_recurrence": (_recur, recurred),
         "tree_attention": (_append_and_attend, shape),
         "joined_attention": (_append_and_attend_joined, joined_shape),
         "rotated_attention": (_rotate_append_and_attend, shape),
@@ -344,19 +391,57 @@ class _TracedLayer(FixedLayer):
         return self.start
 
 
+class _TracedStates(BranchingLayer):
+    """Recurrent layer used while tracing: its functions become operations."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def convolve(
+        self, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """See `RecurrentState.convolve`."""
+        operation = torch.ops.hf_specdec.tree_convolution
+        return operation(inputs, weight, bias, activation, self._layer, index)
+
+    def recur(self, call: int, kind: str, inputs: Inputs, flag: bool) -> Tensor:
+        """See `RecurrentState.recur`."""
+        return torch.ops.hf_specdec.tree_recurrence(list(inputs), kind, flag, self._layer, call)
+
+
+class _TracedHybrid(_TracedStates, _TracedLayer):
+    """Layer used while tracing that holds keys and values as well."""
+
+
+def _traced_layers(config: Any) -> list[Any]:
+    recurrent, layers = recurrent_layers(config), list[Any]()
+    for index in range(config.num_hidden_layers):
+        if index not in recurrent:
+            layers.append(_TracedLayer())
+        else:
+            layers.append((_TracedHybrid if recurrent[index][1] else _TracedStates)(index))
+    return layers
+
+
 def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[..., list[Tensor]]:
     """Return the function to trace, see `CompiledForward`."""
     config, device = text_config(model), execution_device(model)
-    if attention_name(config) != "sdpa":
+    if attends(config) and attention_name(config) != "sdpa":
         raise CaptureError(f"its attention is {attention_name(config)!r}, not 'sdpa'")
     _define_target_attention()
     operation = torch.ops.hf_specdec.tree_attention.default
-    cache_layers = [_TracedLayer() for _ in range(config.num_hidden_layers)]
+    cache_layers = _traced_layers(config)
+    dummies = [type(layer) is DummyLayer for layer in DynamicCache(config=config).layers]
+    attending_layers = {
+        index for index, layer in enumerate(cache_layers) if isinstance(layer, _TracedLayer) and not dummies[index]
+    }
     attended: set[int] = set()
 
     def attend(kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        layer = next((index for index, layer in enumerate(cache_layers) if layer.keys is key), None)
-        if layer is None:
+        keys = [getattr(layer, "keys", None) for layer in cache_layers]
+        layer = next((index for index, appended in enumerate(keys) if appended is key), None)
+        if layer is None or layer in attended:
             raise CaptureError("a layer attends to keys that it has not appended to the cache")
         attended.add(layer)
         return operation(query, key, value, layer, kind, scaling)
@@ -364,14 +449,19 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[...,
     masks = {
         name: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for name, *_ in MaskLayout.of(config).layers
     }
-    forward, run = AttentionContext(masks, attend=attend), ModelForward(model, layers)
+    root = torch.full((1, 1), ROOT_PARENT, dtype=torch.long, device=device)
+    forward = AttentionContext(masks, attend=attend, branches=Branches.of(TokenTree(root, root)))
+    run = ModelForward(model, layers)
 
     def step(tokens: Tensor, positions: Tensor, start: Tensor, *kept: Tensor) -> list[Tensor]:
+        attended.clear()
         for layer in cache_layers:
             layer.start = start
         logits, states = run(tokens, positions, forward, Cache(layers=cache_layers), kept=kept[0] if kept else None)
-        if attended != set(range(len(cache_layers))):
+        if attended != attending_layers:
             raise CaptureError("some of its layers do not call transformers' attention function")
+        if not all(layer.has_run for layer in cache_layers if isinstance(layer, BranchingLayer)):
+            raise CaptureError("some of its recurrent layers do not pass their states to the cache")
         return [logits, *(states[layer] for layer in layers)]
 
     return step
