@@ -38,12 +38,21 @@ class Branches:
     ancestors: Tensor  # [R, N, N] bool, each node included
     known: int = 0
     _windows: dict[int, Tensor] = field(default_factory=dict)
+    _copies: dict[torch.device, Branches] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: TokenTree, known: int = 0) -> Branches:
         """Describe a tree."""
         parents = tree.parents if tree.parents.dim() == 2 else tree.parents[None]
         return cls(parents, tree.ancestor_mask(), known)
+
+    def on(self, device: torch.device) -> Branches:
+        """Return the nodes on a device; the layers of a model may be on several."""
+        if device == self.parents.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = Branches(self.parents.to(device), self.ancestors.to(device), self.known)
+        return self._copies[device]
 
     def windows(self, size: int) -> Tensor:
         """Return what a convolution over `size` tokens sees at each node, oldest first: `[R, N - known, size]`.
@@ -151,7 +160,8 @@ def advance(state: Tensor, updates: Updates, path: Tensor) -> Tensor:
 
 def _for_heads(part: Tensor, heads: int) -> Tensor:
     """Repeat `[B, G, N, D]` for the heads that share it."""
-    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
+    shared = part.shape[1]
+    return part[:, :, None].expand(-1, -1, heads // shared, -1, -1).reshape(len(part), heads, *part.shape[2:])
 
 
 def branch(

@@ -105,6 +105,8 @@ class RecurrentState:
         """Return memory for as many rows as a tensor has, with its dtype and device; zeros unless it exists."""
         if self._rows_for is None:
             return like.new_zeros(len(like), *sizes)
+        if any(len(inputs) < len(like) for inputs in self._inputs.values()):  # those of a call with fewer rows
+            self._inputs, self._updates = {}, {}
         kept = self._kept.get(name)
         fits = kept is not None and kept.dtype == like.dtype and kept.shape[1:] == sizes and len(kept) >= len(like)
         if kept is None or not fits:
@@ -173,6 +175,7 @@ class RecurrentState:
 
     def commit(self, path: Tensor) -> None:
         """Note the accepted path `[B, P]` of the last tree; it is entered by the next forward, or by `flush`."""
+        path = path.to(self.device)
         if self._rows_for is None:
             self._path = path
             return
@@ -380,12 +383,13 @@ class RecurrentLayer(BranchingLayer):
     ) -> Tensor:
         """See `RecurrentState.convolve`."""
         assert self.branches is not None
-        return self.state.convolve(index, inputs, weight, bias, activation, self.branches)
+        self.has_run = True
+        return self.state.convolve(index, inputs, weight, bias, activation, self.branches.on(inputs.device))
 
     def recur(self, call: int, kind: str, inputs: Inputs, flag: bool) -> Tensor:
         """See `RecurrentState.recur`."""
         assert self.branches is not None
-        return self.state.recur(call, kind, inputs, flag, self.branches)
+        return self.state.recur(call, kind, inputs, flag, self.branches.on(self.state.device))
 
     def adopt(self, layer: LinearAttentionLayer) -> None:
         """Copy the states of transformers' layer."""
