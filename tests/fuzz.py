@@ -48,7 +48,8 @@ from hf_specdec.verification.model import CACHE_FIELD
 
 MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",
-    "bloom", "qwen3_next", "lfm2", "gpt_neo",  # chains over transformers' own cache
+    "qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "mamba2", "falcon_h1", "jamba", "zamba",  # recurrent
+    "bloom", "inkling_text", "gpt_neo",  # chains over transformers' own cache
 )  # fmt: skip
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 
@@ -472,6 +473,10 @@ def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None, tolerance: 
                 wanted, got = getattr(left, name), getattr(right, name)
                 shown = seen[:, None, length - wanted.shape[2] :, None] if wanted.shape[2] <= length else 1
                 torch.testing.assert_close(got * shown, wanted * shown, **tolerance)
+        for name in ("conv_states", "recurrent_states"):
+            for wanted, got in zip(_flat([*getattr(left, name, {}).values()]),
+                                   _flat([*getattr(right, name, {}).values()]), strict=True):  # fmt: skip
+                torch.testing.assert_close(got, wanted, **tolerance)
 
 
 def _flat(values: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
+import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
 from hf_specdec.trees.tree import TokenTree
@@ -301,3 +302,89 @@ def test_logits_at_every_node_are_those_of_its_text(name: str, rows: int) -> Non
         if step == 2 and rows > 1:
             active = [0, 2]
             target.keep_rows(active)
+
+
+# ----------------------------------------------------------------------------------------------- whole answers
+
+LEFT = (0, 4, 9)
+"""Padding of the rows of a batch."""
+
+
+def batch(rows: int, seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
+    """Prompts of 14 tokens with left padding, and the options of a greedy answer."""
+    ids = torch.randint(3, zoo.VOCAB_SIZE, (rows, 14), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate(LEFT[:rows]):
+        ids[row, :padding] = mask[row, :padding] = 0
+    return ids, {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def has_slots(name: str) -> bool:
+    """Whether a model has layers with keys and values, so that its cache counts tokens."""
+    config = zoo.build(name).config
+    layers = recurrent_layers(config.get_text_config(decoder=True))
+    return len(layers) < config.num_hidden_layers or any(both for _, both in layers.values())
+
+
+@pytest.mark.parametrize("name", by_speed(TREES))
+def test_one_forward_for_each_step_and_rows_at_their_own_pace(name: str, attach: Any) -> None:
+    """Rows that end leave the batch; what they are told to draft is verified by nobody."""
+    model, (ids, options) = attach(name), batch(ROWS)
+    endless, shapes = model.generate(ids, **options), list[tuple[int, ...]]()
+    ending = {**options, "eos_token_id": [int(endless[1, 14 + 6]), int(endless[2, 14 + 15])]}
+    handle = model.register_forward_pre_hook(
+        lambda _module, _inputs, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    model.generate(ids, speculative="prompt_lookup", **options)  # a hook is a reason to probe again
+    for pattern, pace, some in (
+        ("sometimes", 1.5, options), ("sometimes", 1.0, ending), ("always", 2.0, ending), ("never", 1.0, ending),
+    ):  # fmt: skip
+        plain = model.generate(ids, **some)
+        config = drafters.BY_NAME[pattern].add(model, plain[:, 14:])
+        shapes.clear()
+        assert torch.equal(plain, model.generate(ids, speculative={**config, "compile": "none"}, **some))
+        stats = model.last_speculation
+        rows = [shape[0] for shape in shapes]
+        assert len(rows) == stats.num_target_forwards + 1
+        assert rows[0] == ROWS
+        assert rows == sorted(rows, reverse=True)
+        assert stats.mean_accepted_length >= pace
+        if some is options:
+            assert any(len(set(step)) > 1 for step in zip(*stats.accepted_per_step, strict=False))
+        else:
+            assert rows[-1] < ROWS or len(rows) < 5
+    handle.remove()
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("name", by_speed(tuple(name for name in TREES if has_slots(name))))
+def test_caches_go_in_and_out_with_the_states_of_plain_decoding(name: str, rows: int, attach: Any) -> None:
+    """Three turns: by plain decoding, ours, plain decoding, against three by plain decoding."""
+    model, (ids, options) = attach(name), batch(rows)
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 9}
+    more = torch.randint(3, zoo.VOCAB_SIZE, (rows, 3), generator=torch.Generator().manual_seed(1))
+    caches, texts = [None, None], [ids, ids]
+    for turn in range(3):
+        width = texts[0].shape[1]
+        options["attention_mask"] = torch.cat(
+            [batch(rows)[1]["attention_mask"], torch.ones(rows, width - 14, dtype=torch.long)], -1
+        )
+        for side in range(2):
+            config = None
+            if turn == 1 and side == 1:
+                wanted = texts[0][:, width:]
+                config = {**drafters.BY_NAME["sometimes"].add(model, wanted), "compile": "none"}
+            given = {} if caches[side] is None else {"past_key_values": caches[side]}
+            output = model.generate(texts[side][:, :width], speculative=config, **given, **options)
+            assert turn == 0 or output.past_key_values is caches[side]
+            caches[side], texts[side] = output.past_key_values, output.sequences
+        assert torch.equal(*texts)
+        length = caches[0].get_seq_length()
+        assert caches[1].get_seq_length() == length == width + 8
+        for one, two in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert type(one) is type(two)
+            for part in ("keys", "values", "conv_states", "recurrent_states", "has_previous_state"):
+                left, right = getattr(one, part, None), getattr(two, part, None)
+                torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-5)
+        texts = [torch.cat([text, more], -1) for text in texts]
+    assert model.last_speculation.mean_accepted_length > 1
