@@ -6,8 +6,7 @@ import copy
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +17,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import drafters
 import zoo
-from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError, UnsupportedModelError
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.model import text_config
-from hf_specdec.verification.probe import TargetFacts, inspect_target
+from hf_specdec.verification.chain_target import ChainTarget
+from hf_specdec.verification.model import cache_argument
+from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.recurrence import FORMS, Branches, Updates, advance, advance_window, convolve
 from hf_specdec.verification.recurrent_layer import REPLACEMENTS, recurrent_layers
+from hf_specdec.verification.tree_target import TreeTarget
 from hf_specdec.verification.trials import first_inputs
 from reference import path_to_root
 
@@ -227,8 +229,8 @@ FAST = ("qwen3_next", "qwen3_5_text", "kimi_linear", "mamba2", "falcon_h1", "lfm
 """One architecture for each kind of recurrence and of cache layer."""
 TREES = (*FAST, "bailing_hybrid", "bamba", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba",
          "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "zamba2")  # fmt: skip
-CHAINS = ("inkling_text", "inkling2_text", "qwen4_exp_text", "recurrent_gemma", "zaya")
-REFUSED = ("minimax", "rwkv")
+CHAINS = ("inkling_text", "inkling2_text", "qwen4_exp_text", "zaya")
+REFUSED = ("minimax", "recurrent_gemma", "rwkv")
 GROUPED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bamba", "granitemoehybrid", "falcon_h1"), {"mamba_n_groups": 2}),
     **dict.fromkeys(("mamba2", "nemotron_h"), {"n_groups": 2}),
@@ -388,3 +390,185 @@ def test_caches_go_in_and_out_with_the_states_of_plain_decoding(name: str, rows:
                 torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-5)
         texts = [torch.cat([text, more], -1) for text in texts]
     assert model.last_speculation.mean_accepted_length > 1
+
+
+@torch.no_grad()
+def filled(name: str = "qwen3_next", rows: int = 2, **changes: Any) -> DynamicCache:
+    """A cache of the first six tokens, of a tiny model with other sizes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(zoo.config_of(name, changes)).eval()
+    cache = DynamicCache(config=model.config)
+    model(input_ids=batch(1)[0][:, :6].expand(rows, -1), use_cache=True, **{cache_argument(model): cache})
+    return cache
+
+
+def recording() -> DynamicCache:
+    cache = filled()
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = True
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("target", "make", "expected"),
+    [
+        ("mamba2", lambda: filled("mamba2"), "recurrent states alone, which does not count its tokens"),
+        ("qwen3_next", lambda: filled(linear_value_head_dim=4), "has states of .* in layer 0, the model of"),
+        ("qwen3_next", lambda: filled(layer_types=["full_attention"] * 4), "recurrent states in 0 layers, the model in 2"),
+        ("qwen3_next", lambda: filled("lfm2"), "has states of"),
+        ("qwen3_next", lambda: filled(rows=1), "has 1 rows, the prompt has 2"),
+        ("qwen3_next", recording, "records states of earlier tokens"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_does_not_fit_is_refused_before_any_work(
+    target: str, make: Callable[[], Any], expected: str, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (ids, options) = attach(target), batch(2)
+    model.generate(ids, speculative="prompt_lookup", **options)
+    monkeypatch.setattr(TreeTarget, "prefill", None)
+    with pytest.raises(UnsupportedGenerationError, match=expected):
+        model.generate(ids, speculative="prompt_lookup", **{cache_argument(model): make()}, **options)
+
+
+# ----------------------------------------------------------------------------------------------- replaced functions
+
+
+def functions_of(model: Any) -> dict[str, Any]:
+    """The functions that trees replace, of the file that defines a model."""
+    space = vars(sys.modules[type(model).__module__])
+    return {name: space[name] for name in REPLACEMENTS if name in space}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "jamba"])
+def test_another_thread_decodes_plainly_in_the_meantime(name: str, attach: Any) -> None:
+    """In every forward over a tree, at the first layer, with the functions replaced."""
+    model, other, (ids, options) = attach(name), copy.deepcopy(zoo.build(name)), batch(2)
+    before, wanted = functions_of(model), other.generate(ids, **options)
+    answers, inside = list[Tensor](), list[bool]()
+
+    def decode(*_: Any) -> None:
+        inside.append(functions_of(model) != before)
+        thread = threading.Thread(target=lambda: answers.append(other.generate(ids, **options)))
+        thread.start()
+        thread.join()
+
+    config = drafters.BY_NAME["sometimes"].add(model, wanted[:, 14:])
+    next(model.base_model.children()).register_forward_hook(decode)
+    found = model.generate(ids, speculative={**config, "compile": "none"}, **options)
+    next(model.base_model.children())._forward_hooks.clear()
+    assert torch.equal(found, wanted)
+    assert sum(inside) >= model.last_speculation.num_target_forwards
+    assert len(answers) == len(inside)
+    assert all(torch.equal(answer, wanted) for answer in answers)
+    assert functions_of(model) == before
+
+
+def test_threads_that_verify_at_the_same_time() -> None:
+    models: list[Any] = [SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_next"))) for _ in range(3)]
+    ids, options = batch(2)
+    before, wanted = functions_of(models[0]), models[0].generate(ids, **options)
+    answers = dict[tuple[int, int], Tensor]()
+
+    def decode(which: int) -> None:
+        for time in range(3):
+            config = drafters.BY_NAME["sometimes"].add(models[which], wanted[:, 14:], seed=which)
+            limits = {**options, "max_new_tokens": 24 - which - time}
+            answers[which, time] = models[which].generate(ids, speculative=config, **limits)
+
+    threads = [threading.Thread(target=decode, args=[which]) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 9
+    for (which, time), answer in answers.items():
+        assert torch.equal(answer, wanted[:, : 14 + 24 - which - time])
+    assert functions_of(models[0]) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_functions_are_as_before_after_an_error(error: type[BaseException], attach: Any) -> None:
+    model, (ids, options) = attach("qwen3_5_text"), batch(2)
+    before, wanted = functions_of(model), model.generate(ids, **options)
+    config = drafters.BY_NAME["always"].add(model, wanted[:, 14:])
+    assert torch.equal(wanted, model.generate(ids, speculative=config, **options))
+    forwards = [-100]
+
+    def fail(*_: Any) -> None:
+        if functions_of(model) != before:
+            forwards[0] += 1
+        if forwards[0] == 2:
+            raise error("in the second forward over a tree, after the first layers")
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    config["compile"] = "none"
+    assert torch.equal(wanted, model.generate(ids, speculative=config, **options))
+    forwards[0] = 0
+    with pytest.raises(error, match="second forward"):
+        model.generate(ids, speculative=config, **options)
+    handle.remove()
+    assert functions_of(model) == before
+    assert torch.equal(wanted, model.generate(ids, speculative=config, **options))
+    assert torch.equal(wanted, model.generate(ids, **options))
+
+
+# ----------------------------------------------------------------------------------------------- drafters and others
+
+METHODS = ("early_exit", "draft_model", "dflash", "dspark", "eagle3", "medusa", "pard", "mtp", "hybrid", "lookahead")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+def test_trees_of_every_drafter(method: str, name: str, attach: Any) -> None:
+    model, (ids, options) = attach(name), batch(ROWS)
+    plain = model.generate(ids, **options)
+    row = drafters.BY_NAME.get(method, drafters.Row("auto", "auto"))
+    fields = {} if method in ("auto", "lookahead", "early_exit") else {"num_draft_tokens": 8}
+    config = {**row.add(model), **fields, "trace": True}
+    assert torch.equal(plain, model.generate(ids, speculative=config, **options))
+    assert not model._speculation.facts[0].chain_only_reason
+    sampled = {**options, "do_sample": True, "temperature": 0.7, "max_new_tokens": 12, "attention_mask": None}
+    answers = list[Tensor]()
+    for speculative in (None, config):
+        torch.manual_seed(3)
+        answers.append(model.generate(ids[:1], speculative=speculative, **sampled))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1")))
+def test_assistants_with_recurrent_layers_draft_trees(assistant: str, attach: Any) -> None:
+    """One that says what the target says drafts its answer; no step copies the states of the assistant."""
+    model, (ids, options) = attach(assistant), batch(ROWS)
+    plain = model.generate(ids, **options)
+    for noise in (0.0, 0.2):
+        model.add_drafter(DraftModelDrafter(drafters.noisy(assistant, noise=noise)))
+        for fields in ({"top_k": 3, "num_steps": 4, "num_draft_tokens": 12}, {"top_k": 1, "num_steps": 3}):
+            config = {"method": "draft_model", "trace": True, **fields}
+            assert torch.equal(plain, model.generate(ids, speculative=config, **options))
+            tau = model.last_speculation.mean_accepted_length
+            assert tau > (1 if noise else 2 if fields["top_k"] > 1 else 3), (noise, fields, tau)
+
+
+@pytest.mark.exhaustive
+def test_every_architecture_with_recurrent_layers_has_an_outcome() -> None:
+    found = set()
+    for name in zoo.NAMES:
+        try:
+            config = zoo.config_of(name).get_text_config(decoder=True)
+            found |= {name} if recurrent_layers(config) else set()
+        except (KeyError, ValueError):  # not in this version of transformers
+            continue
+    assert found <= {*TREES, *CHAINS, *REFUSED}
+
+
+@pytest.mark.parametrize("name", by_speed((*CHAINS, *REFUSED)))
+def test_what_is_no_tree_is_a_chain_or_refused_with_its_reason(name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(UnsupportedModelError, match="cannot verify|cache that could be rolled back"):
+            inspect_target(zoo.build(name))
+        return
+    facts = inspect_target(zoo.build(name))
+    assert not facts.supports_trees
+    assert facts.chain_only_reason
+    assert isinstance(facts.new_target(zoo.build(name), 16, None), ChainTarget)
