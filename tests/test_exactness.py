@@ -202,11 +202,8 @@ def test_model_inputs_that_programs_do_not_have_are_refused(exact_llama: Any) ->
     ("name", "dtype", "message"),
     [
         ("llama", torch.float16, "are CPU kernels, and there are none for float16. Load the model with"),
-        (
-            "qwen3_next",
-            torch.float32,
-            "LlamaForCausalLM|Qwen3NextForCausalLM has none that is exact: it verifies chains",
-        ),
+        ("bloom", torch.float32, "BloomForCausalLM has none that is exact: it verifies chains"),
+        ("lfm2", torch.float32, "Lfm2ForCausalLM has none that is exact: its recurrent layers read prompts in chunks"),
         ("gpt2", torch.float32, r"GPT2LMHeadModel has none that is exact: torch computes aten::addmm of it"),
         ("gpt_neox", torch.bfloat16, r"has none that is exact: torch computes aten::gelu of it"),
         ("mixtral", torch.float32, r"MixtralForCausalLM has none that is exact: it cannot be traced|computes aten::"),

@@ -270,7 +270,7 @@ def test_a_request_may_pass_through_twice(llama: Any) -> None:
 
 
 def test_ranks_in_step_need_a_cache_that_can_be_cut(attach: Any) -> None:
-    model = attach("qwen3_next")
+    model = attach("inkling_text")
     with pytest.raises(UnsupportedGenerationError, match="recurrent state"):
         model.generate(IDS, speculative="prompt_lookup", synced_gpus=True, **GREEDY)
 

@@ -354,7 +354,9 @@ def _probe(
         if tried.tries_next:
             root = TokenTree(answer[:, num_kept : num_kept + 1], tree.parents[:1])
             found.append((num_kept, "after a committed path", target.verify(root).logits[:, 0]))
-    except (*FAILURES, UnsupportedModelError) as error:
+    except UnsupportedModelError as error:
+        raise _CannotVerifyError(str(error).removesuffix(error.hint).rstrip(" .")) from error
+    except FAILURES as error:
         raise _CannotVerifyError(f"its forward failed with {type(error).__name__}: {error}") from error
     for index, place, actual in found:
         _compare(actual.float(), plain.logits[index], None if rounding is None else rounding[index], place, allowed)
