@@ -12,6 +12,8 @@ template <class T> struct Interface;
         static constexpr auto normalize = normalize_##bits; \
         static constexpr auto rotate = rotate_##bits;       \
         static constexpr auto attend = attend_##bits;       \
+        static constexpr auto convolve = convolve_##bits;   \
+        static constexpr auto recur = recur_##bits;         \
     };
 INTERFACE(bf16, 16)
 INTERFACE(float, 32)
@@ -159,8 +161,131 @@ template <class T> static void attention(long nodes, long begin, long dim, doubl
     worst = std::max(worst, error(y, expected));
 }
 
+// Rows `chosen` of `width` numbers each.
+template <class V> static V rows_of(const V &from, const std::vector<long> &chosen, long width) {
+    V found;
+    for (long row : chosen) found.insert(found.end(), from.begin() + row * width, from.begin() + (row + 1) * width);
+    return found;
+}
+static const int64_t TREE_PARENTS[] = {-1, 0, 1, 0, 3, 2, 2, -1, 7}, ACCEPTED[] = {0, 1, -1};
+static std::vector<long> path_to(long node) {
+    std::vector<long> path;
+    for (; node >= 0; node = TREE_PARENTS[node]) path.insert(path.begin(), node);
+    return path;
+}
+static const std::vector<int64_t> CHAIN_PARENTS{-1, 0, 1, 2, 3, 4, 5, 6, 7};
+
+// A tree whose nodes continue a path of two nodes of the same tree; every node is also computed alone.
+template <class T> static void recurrence(Kind kind, double &worst, long &different) {
+    const bool is_delta = kind <= DELTA_OF_CHANNELS, by_channel = kind == CHANNELS;
+    const long nodes = 9, heads = 4, shared = by_channel ? 1 : 2, dk = 20, dv = by_channel ? 1 : 13;
+    const long decays = kind == DELTA_OF_CHANNELS ? heads * dk : heads;
+    const auto query = numbers<T>(nodes * shared * dk), key = numbers<T>(query.size()), value = numbers<T>(nodes * heads * dv);
+    auto decay = numbers<float>(nodes * decays), beta = numbers<float>(nodes * heads), rate = numbers<float>(heads * dk);
+    const auto start = numbers<float>(heads * dk * dv), skip = numbers<float>(heads);
+    for (float &one : decay) one = is_delta ? -std::fabs(one) : std::fabs(one);
+    for (float &one : rate) one = -std::fabs(one);
+    const auto run = [&](const std::vector<long> &chosen, const int64_t *parents, std::vector<float> &state,
+                         const std::vector<float> *known, std::vector<float> *updates) {
+        const long count = chosen.size();
+        const auto q = rows_of(query, chosen, shared * dk), k = rows_of(key, chosen, shared * dk), v = rows_of(value, chosen, heads * dv);
+        const auto d = rows_of(decay, chosen, decays), b = rows_of(beta, chosen, heads);
+        const void *inputs[] = {q.data(), k.data(), v.data(), d.data(), is_delta ? b.data() : nullptr, rate.data(),
+                                is_delta ? nullptr : skip.data(), nullptr, state.data()};
+        const long narrow = sizeof(T) == 4;
+        const Recurrence r = {1, heads, shared, count, dk, dv, kind, 0, 1, known ? 3 : 0, nodes, heads * dk * dv, {0, shared * dk, by_channel ? 1 : dk},
+                              {0, shared * dk, by_channel ? 1 : dk}, {0, heads * dv, dv}, {0, decays, decays / heads}, {0, heads, 1},
+                              {narrow, narrow, narrow, 1, 1, 1, 1, 1, 1}};
+        const long sizes[] = {count * decays, count * shared * dk, count * heads * dv};
+        for (int i = 0; i < 3; i++) updates[i].resize(sizes[i]);
+        const float *before[3];
+        float *after[3];
+        for (int i = 0; i < 3; i++) before[i] = known ? known[i].data() : nullptr, after[i] = updates[i].data();
+        std::vector<T> y(count * heads * dv);
+        Interface<T>::recur(&r, parents, inputs, known ? ACCEPTED : nullptr, known ? before : nullptr, after, y.data(), 1 + count % 3);
+        if (!by_channel) return y;
+        std::vector<T> by_node(y.size());
+        for (long i = 0; i < count * heads; i++) by_node[i] = y[i % heads * count + i / heads];
+        return by_node;
+    };
+    std::vector<std::vector<double>> states(nodes + 1, std::vector<double>(start.size()));  // [H, Dk, Dv] after each node
+    std::vector<double> expected(nodes * heads * dv);
+    const auto define = [&](long n, const std::vector<double> &before, std::vector<double> &after, double *to) {
+        for (long h = 0; h < heads; h++) {
+            const T *const k = &key[(n * shared + h / (heads / shared)) * dk], *const q = &query[k - key.data()];
+            const double step = decay[n * decays + h * (decays / heads)];
+            for (long j = 0; j < dv; j++) {
+                const double x = widen(value[(n * heads + h) * dv + j]);
+                double update = is_delta ? x : x * step, output = is_delta ? 0 : x * skip[h];
+                for (long i = 0; i < dk; i++) {
+                    const double log = kind == DELTA_OF_CHANNELS ? decay[n * decays + h * dk + i] : is_delta ? step
+                                     : step * rate[by_channel ? h * dk + i : h];
+                    double &one = after[(h * dk + i) * dv + j] = before[(h * dk + i) * dv + j] * exp(log);
+                    if (is_delta) update -= widen(k[i]) * one;
+                }
+                if (is_delta) update *= beta[n * heads + h];
+                for (long i = 0; i < dk; i++) {
+                    double &one = after[(h * dk + i) * dv + j] += widen(k[i]) * update;
+                    output += widen(q[i]) * one * (is_delta ? 1 / sqrt(double(dk)) : 1);
+                }
+                to[(n * heads + h) * dv + j] = output;
+            }
+        }
+    };
+    for (long i = 0; i < long(start.size()); i++)  // Mamba 2 has [H, Dv, Dk]
+        states[nodes][i] = start[kind == LINEAR ? i / (dk * dv) * dk * dv + i % dv * dk + i / dv % dk : i];
+    for (long n : {0, 1}) define(n, std::vector<double>(states[nodes]), states[nodes], expected.data());
+    for (long n = 0; n < nodes; n++) define(n, states[TREE_PARENTS[n] < 0 ? nodes : TREE_PARENTS[n]], states[n], expected.data());
+    std::vector<long> all(nodes);
+    std::iota(all.begin(), all.end(), 0);
+    std::vector<float> known[3], updates[3], state = start;
+    run(all, TREE_PARENTS, state, nullptr, known);
+    const auto y = run(all, TREE_PARENTS, state, known, updates);
+    worst = std::max(worst, error(y, expected));
+    for (long n = 0; n < nodes; n++) {
+        const std::vector<long> path = path_to(n);
+        std::vector<float> own = start;
+        const auto alone = run(path, CHAIN_PARENTS.data(), own, known, updates);
+        different += differ(&alone[(path.size() - 1) * heads * dv], &y[n * heads * dv], heads * dv) || own != state;
+    }
+}
+
+template <class T> static void convolution(long size, long kept, double &worst, long &different) {
+    const long nodes = 9, channels = 21;
+    const auto x = numbers<T>(nodes * channels), weight = numbers<T>(channels * size), bias = numbers<T>(channels);
+    const auto start = numbers<T>(channels * kept);
+    const auto run = [&](const std::vector<long> &chosen, const int64_t *parents, std::vector<T> &window) {
+        const auto own = rows_of(x, chosen, channels);
+        const Convolution c = {1, channels, long(chosen.size()), size, kept, 1, 1, 3, {0, 1, channels}, {0, 1, channels}};
+        std::vector<T> y(own.size());
+        Interface<T>::convolve(&c, parents, own.data(), weight.data(), bias.data(), window.data(), ACCEPTED, x.data(), y.data(), 2);
+        return y;
+    };
+    std::vector<long> all(nodes);
+    std::iota(all.begin(), all.end(), 0);
+    std::vector<T> window = start;
+    const auto y = run(all, TREE_PARENTS, window);
+    std::vector<double> expected;
+    for (long n = 0; n < nodes; n++) {
+        std::vector<long> path = path_to(n);
+        std::vector<T> own = start;
+        const auto alone = run(path, CHAIN_PARENTS.data(), own);
+        different += differ(&alone[(path.size() - 1) * channels], &y[n * channels], channels) || own != window;
+        path.insert(path.begin(), {0, 1});
+        for (long c = 0; c < channels; c++) {
+            double sum = widen(bias[c]);
+            for (long k = 0; k < size; k++) {
+                const long place = long(path.size()) - size + k;
+                sum += double(widen(weight[c * size + k])) * widen(place < 0 ? start[c * kept + kept + place] : x[path[place] * channels + c]);
+            }
+            expected.push_back(sum / (1 + exp(-sum)));
+        }
+    }
+    worst = std::max(worst, error(y, expected));
+}
+
 template <class T> static void all(const char *name) {
-    double product = 0, norm = 0, rotation = 0, attended = 0;
+    double product = 0, norm = 0, rotation = 0, attended = 0, convolved = 0, recurred = 0;
     long different = 0;
     for (long rows : {1, 2, 3, 5, 8, 13, 40})
         for (long k : {64, 77, 200})
@@ -169,7 +294,11 @@ template <class T> static void all(const char *name) {
     for (long dim : {8, 20, 64}) rotation = std::max(rotation, rotary<T>(dim));
     for (long begin : {40, 120, 300})
         for (long dim : {20, 64}) attention<T>(9, begin, dim, attended, different);
-    printf("\"%s\": [%g, %g, %g, %g, %ld]", name, product, norm, rotation, attended, different);
+    for (long size : {3, 4, 7})
+        for (long kept : {size - 1, size}) convolution<T>(size, kept, convolved, different);
+    for (Kind kind : {DELTA, DELTA_OF_CHANNELS, LINEAR, CHANNELS}) recurrence<T>(kind, recurred, different);
+    printf("\"%s\": [%g, %g, %g, %g, ", name, product, norm, rotation, attended);
+    printf("%g, %g, %ld]", convolved, recurred, different);
 }
 
 int main() {

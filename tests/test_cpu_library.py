@@ -340,7 +340,7 @@ GCC_FOR_ARM, CLANG_FOR_ARM = ["aarch64-linux-gnu-g++", "-fopenmp"], ["clang++", 
     ids=lambda given: given if isinstance(given, str) else given[0],
 )
 def test_kernels_are_right_in_an_emulator(tmp_path: Path, name: str, compiler: list[str], runner: str) -> None:
-    """Products, norms, rotary embedding, attention; rows, and nodes of a tree, have the bits that they have alone."""
+    """Products, norms, rotary embedding, attention, recurrences; rows and nodes have the bits that they have alone."""
     if not (shutil.which(runner) and shutil.which(compiler[0]) and (MINGW or runner != "wine")):
         pytest.skip(f"needs {runner} and {compiler[0]} with the headers of its target")
     options = [one for one in library.OPTIONS if one != "-shared"]
