@@ -184,7 +184,7 @@ def test_every_node_continues_its_parents_state(kind: str, shape: str, strength:
             continue
         assert known is not None
         paths = random_paths(parents, generator)
-        for found in (updates, known, updates.first(max(map(max, paths[1:])) + 1)):
+        for found in (updates, known, updates.first(ROWS, max(map(max, paths[1:])) + 1)):
             after = advance(case.state, found, padded(paths, more=2))
             assert torch.equal(after[0], case.state[0])
             for row in range(1, ROWS):
@@ -208,7 +208,9 @@ def test_a_convolution_sees_a_nodes_own_ancestors(shape: str, size: int, held: i
             found = convolve(inputs, state, weight, some, activation, Branches.of(tree))
             later = convolve(inputs, state, weight, some, activation, Branches.of(tree, known))
             texts = [
-                torch.cat([state[row], inputs[row][:, path_to_root(parents[row % rows].tolist(), node)]], -1)[:, -size:]
+                torch.cat([state[row], inputs[row][:, path_to_root(parents[row % rows].tolist(), node)]], -1)[
+                    :, -size:
+                ]
                 for row in range(ROWS)
                 for node in range(number)
             ]
@@ -536,7 +538,9 @@ def test_trees_of_every_drafter(method: str, name: str, attach: Any) -> None:
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1")))
+@pytest.mark.parametrize(
+    "assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1"))
+)
 def test_assistants_with_recurrent_layers_draft_trees(assistant: str, attach: Any) -> None:
     """One that says what the target says drafts its answer; no step copies the states of the assistant."""
     model, (ids, options) = attach(assistant), batch(ROWS)

@@ -21,9 +21,13 @@ template <class Function> static long status(const Function &function) {
 }
 
 #define BOTH(T, bits)                                                                                                  \
-    long multiply_##bits(const T *x, long rows, long k, const T *const *weights, const T *const *biases,               \
-                         const long *sizes, long count, long activation, const T *residual, T *y, long threads) {      \
-        return status([&] { multiply(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads); }); \
+    long multiply_##bits(long form, const T *x, long rows, long k, const void *const *weights,                         \
+                         const float *const *scales, const T *const *biases, const long *sizes, long count,            \
+                         long activation, const T *residual, T *y, long threads) {                                     \
+        return status([&] {                                                                                            \
+            multiply(Weights(form), x, rows, k, weights, scales, biases, sizes, count, activation, residual, y,        \
+                     threads);                                                                                         \
+        });                                                                                                            \
     }                                                                                                                  \
     long normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \

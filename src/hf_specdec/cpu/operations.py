@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_specdec.errors import CacheCapacityError
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
+SAME, INT8, INT8_ROUNDED = range(3)
+"""Forms of weights, as in products.h: of the dtype of x, or int8 with a scale per row, with x rounded or not."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 PROBE_ROWS = (1, 2, 7, 24)
@@ -28,10 +31,26 @@ PROBE_COLUMNS = 64
 """First and last columns of a product that `product_error` compares."""
 PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Maximum relative error of the kernel's products."""
+ROUNDED_TOLERANCE = 2e-2
+"""The same where rows are rounded to int8."""
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
-    "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
+    "multiply": [
+        _Long,
+        _Pointer,
+        _Long,
+        _Long,
+        _Pointer,
+        _Pointer,
+        _Pointer,
+        _Pointer,
+        _Long,
+        _Long,
+        _Pointer,
+        _Pointer,
+        _Long,
+    ],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
     "run": [_Pointer, _Long, _Pointer, _Long, _Long],
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
@@ -109,13 +128,51 @@ def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> in
 # ----------------------------------------------------------------------------------------------- products
 
 
-def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype."""
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight in int8 `[N, K]`, its scales, float32 `[N]`, and whether it is multiplied with rounded rows."""
+
+    numbers: Tensor
+    scale: Tensor
+    form: int
+
+
+def stored_in_int8(weight: Any) -> Int8Weight | None:
+    """Return the parts of a quantised weight of torchao or quanto that `linear` can multiply; None for all others."""
+    kind = type(weight)
+    if kind.__name__ == "Int8Tensor" and kind.__module__.startswith("torchao."):
+        rows, form = weight.act_quant_kwargs, INT8
+        if rows is not None:
+            is_plain = rows.mapping_type.name == "SYMMETRIC" and type(rows.granularity).__name__ == "PerRow"
+            if not is_plain or rows.reduce_range:
+                return None
+            form = INT8_ROUNDED
+        if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
+            return None
+        numbers, scale, shift = weight.qdata, weight.scale, weight.zero_point
+        if (
+            numbers.dim() != 2
+            or list(weight.block_size) != [1, numbers.shape[1]]
+            or (shift is not None and shift.any())
+        ):
+            return None
+    elif kind.__name__ == "WeightQBytesTensor" and kind.__module__.startswith("optimum.quanto."):
+        numbers, scale, form = weight._data, weight._scale, INT8
+        if numbers.dtype != torch.int8 or weight.axis != 0 or weight.activation_qtype is not None:
+            return None
+    else:
+        return None
+    return Int8Weight(numbers, scale.detach().float().flatten(), form) if scale.numel() == len(numbers) else None
+
+
+def can_multiply(x: Any, weight: Any, bias: Any, form: int = SAME) -> bool:
+    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype, or weights in int8."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     return (
         all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
         and x.dtype in DTYPES
-        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and all(tensor.dtype == x.dtype for tensor in (x, *tensors[2:]))
+        and weight.dtype == (x.dtype if form == SAME else torch.int8)
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
@@ -126,7 +183,7 @@ def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
 
 def linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, scales: Sequence[Tensor] | None = None, form: int = SAME,
 ) -> Tensor:  # fmt: skip
     """Return `[..., N]`: x times each weight, side by side, or two products `act(x W0^T + b0) * (x W1^T + b1)`.
 
@@ -135,30 +192,35 @@ def linear(
         weights, biases: `[N_i, K]`, contiguous, of the dtype of x, and `[N_i]` or None for each.
         activation: `NO_ACTIVATION`, or the activation of two products of equal size.
         residual: `[..., N]` added to the result; only without an activation.
+        scales: Float32 `[N_i]` of weights in int8, contiguous.
+        form: How the weights are stored.
     """
     k = x.shape[-1]
     rows = x.numel() // k
     begins = tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights])
-    *arrays, size = _arrays(begins, tuple(addresses(*biases)), activation != NO_ACTIVATION)
+    factors = (None,) * len(weights) if scales is None else tuple(addresses(*scales))
+    *arrays, size = _arrays(begins, factors, tuple(addresses(*biases)), activation != NO_ACTIVATION)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y = x.new_empty(*x.shape[:-1], size)
     if rows:
         functions_for(x.dtype).multiply(
-            x.data_ptr(), rows, k, *arrays, activation, *addresses(residual, y), torch.get_num_threads()
+            form, x.data_ptr(), rows, k, *arrays, activation, *addresses(residual, y), torch.get_num_threads()
         )
     return y
 
 
 @functools.lru_cache(maxsize=4096)
-def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...], gated: bool) -> tuple[Any, ...]:
+def _arrays(
+    weights: tuple[tuple[int, int], ...], scales: tuple[int | None, ...], biases: tuple[int | None, ...], gated: bool
+) -> tuple[Any, ...]:
     """Return the C arrays for weights that share their input, their number, and the size of the output.
 
-    Weights are given as address and number of rows, biases as addresses.
+    Weights are given as address and number of rows, scales and biases as addresses.
     """
     count, sizes = len(weights), [size for _, size in weights]
     begins = (_Pointer * count)(*[address for address, _ in weights])
     size = sizes[0] if gated else sum(sizes)
-    return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
+    return begins, (_Pointer * count)(*scales), (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
 def multiplies_slowly(dtype: torch.dtype) -> bool:
@@ -166,15 +228,19 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and "amx_bf16" in processor_features()
 
 
-def product_error(weight: Tensor) -> float:
-    """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact."""
+def product_error(weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None, form: int = SAME) -> float:
+    """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact.
+
+    x has the given dtype; `scale` and `form` are those of a weight in int8.
+    """
     size = weight.shape[1]
-    checked = torch.cat([weight[:PROBE_COLUMNS], weight[-PROBE_COLUMNS:]]).float()
+    wide = weight.float() if scale is None else weight * scale[:, None]
+    checked = torch.cat([wide[:PROBE_COLUMNS], wide[-PROBE_COLUMNS:]])
     errors = []
     for rows in PROBE_ROWS:
         numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
-        x = numbers.cos().view(rows, size).to(weight.dtype)
-        found = linear(x, [weight], [None]).float()
+        x = numbers.cos().view(rows, size).to(dtype)
+        found = linear(x, [weight], [None], NO_ACTIVATION, None, None if scale is None else [scale], form).float()
         found = torch.cat([found[:, :PROBE_COLUMNS], found[:, -PROBE_COLUMNS:]], dim=-1)
         expected = functional.linear(x.float(), checked)
         errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
@@ -448,7 +514,7 @@ def _sizes(form: Any, numbers: tuple[int, ...], *arrays: tuple[int, ...]) -> Any
 
 
 def _shape_of_linear(
-    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int, *_residual: Any
+    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int, *_others: Any
 ) -> Tensor:
     size = len(weights[0]) if activation else sum(len(weight) for weight in weights)
     return x.new_empty(*x.shape[:-1], size)
@@ -460,7 +526,7 @@ def define_operations() -> torch.library.Library:
     library = torch.library.Library("hf_specdec_cpu", "DEF")
     for schema, function, shape in (
         ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation, "
-         "Tensor? residual=None) -> Tensor", linear, _shape_of_linear),
+         "Tensor? residual=None, Tensor[]? scales=None, int form=0) -> Tensor", linear, _shape_of_linear),
         ("rms_norm(Tensor x, Tensor weight, float eps, bool early) -> Tensor", rms_norm,
          lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, *_: x.new_empty(x.shape)),
