@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1500,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1591,
     "drafters": 5998, "fusion": 754, "generation": 3247, "heads": 2792, "reporting": 375, "training": 4245,
     "trees": 681, "verification": 5479, "viz": 996,
 }  # fmt: skip
