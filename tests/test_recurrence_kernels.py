@@ -22,7 +22,7 @@ __all__ = ["dtype"]
 
 TREES = {"one": (1, 1), "chain": (1, 48), "wide": (12, 20), "deep": (3, 64)}
 """Among how many nodes before it a node finds its parent (roots as well), and the number of nodes."""
-SIZES = [(1, 4, 2, 128, 128), (3, 3, 3, 12, 8), (2, 4, 1, 80, 20), (3, 2, 2, 8, 17)]
+SIZES = [(1, 4, 2, 128, 128), (2, 4, 1, 80, 20), (3, 2, 2, 8, 13)]
 """Rows, heads, groups, sizes of keys and values."""
 CLOSE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """Largest error of an output relative to the largest output: bfloat16 is rounded once."""
@@ -168,7 +168,7 @@ def test_a_node_has_the_bits_that_it_has_alone(dtype: torch.dtype, kind: str) ->
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["one", "wide"])
 @pytest.mark.parametrize(("rows", "channels", "apart"), [(1, 40, False), (3, 33, False), (2, 128, True)])
 def test_convolutions_are_those_of_torch(
     dtype: torch.dtype, rows: int, channels: int, apart: bool, shape: str, size: int, kept: int
