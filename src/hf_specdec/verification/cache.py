@@ -491,8 +491,9 @@ def check_fits(cache: Cache, layout: CacheLayout, states: Mapping[int, list[list
         state: Any = cache.layers[index]
         if shapes[index] != states[index]:
             refuse(f"has states of {shapes[index]} in layer {index}, the model of {states[index]}")
-        if state.record_past or len(state.conv_states[0]) != rows:
-            held = "records states of earlier tokens" if state.record_past else f"has {len(state.conv_states[0])} rows"
+        held_rows = next((len(window) for window in state.conv_states.values() if window is not None), rows)
+        if state.record_past or held_rows != rows:
+            held = "records states of earlier tokens" if state.record_past else f"has {held_rows} rows"
             refuse(f"{held}, the prompt has {rows}", "Pass one prompt per row of a plain cache.")
     if length and filled.keys() != expected.keys():
         refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}")
