@@ -40,7 +40,8 @@ template <class T> static bool differ(const T *a, const T *b, long count) { retu
 template <class T> static void products(long rows, long k, long n, bool gated, long threads, double &worst, long &different) {
     const long width = gated ? n : 2 * n, sizes[2] = {n, n};
     const auto x = numbers<T>(rows * k), w = numbers<T>(2 * n * k), bias = numbers<T>(2 * n), residual = numbers<T>(rows * width);
-    const T *weights[2] = {w.data(), w.data() + n * k}, *biases[2] = {bias.data(), bias.data() + n};
+    const void *weights[2] = {w.data(), w.data() + n * k};
+    const T *biases[2] = {bias.data(), bias.data() + n};
     std::vector<T> y(rows * width), alone(width);
     std::vector<double> expected;
     for (long row = 0; row < rows; row++) {
@@ -52,12 +53,46 @@ template <class T> static void products(long rows, long k, long n, bool gated, l
         for (long i = 0; i < width; i++)
             expected.push_back(gated ? sums[i] / (1 + exp(-sums[i])) * sums[n + i] : sums[i] + widen(residual[row * width + i]));
     }
-    Interface<T>::multiply(x.data(), rows, k, weights, biases, sizes, 2, gated, gated ? nullptr : residual.data(), y.data(), threads);
+    Interface<T>::multiply(SAME, x.data(), rows, k, weights, nullptr, biases, sizes, 2, gated, gated ? nullptr : residual.data(), y.data(), threads);
     worst = std::max(worst, error(y, expected));
     for (long row = 0; row < rows; row++) {
         const T *added = gated ? nullptr : residual.data() + row * width;
-        Interface<T>::multiply(x.data() + row * k, 1, k, weights, biases, sizes, 2, gated, added, alone.data(), 1);
+        Interface<T>::multiply(SAME, x.data() + row * k, 1, k, weights, nullptr, biases, sizes, 2, gated, added, alone.data(), 1);
         different += differ(alone.data(), y.data() + row * width, width);
+    }
+}
+
+// x W^T with weights in int8 and a scale for each row of them.
+template <class T> static void small_weights(Weights form, long rows, long k, long n, double &worst, long &different) {
+    const auto x = numbers<T>(rows * k);
+    std::vector<int8_t> w(n * k);
+    std::vector<float> scale(n);
+    for (int8_t &one : w) one = int8_t(127 * next());
+    for (float &one : scale) one = float(1 + next()) / 128;
+    const void *const weight = w.data();
+    const float *const scales = scale.data();
+    const T *const bias = nullptr;
+    std::vector<T> y(rows * n), alone(n);
+    std::vector<double> expected;
+    for (long row = 0; row < rows; row++) {
+        std::vector<double> seen;
+        for (long j = 0; j < k; j++) seen.push_back(widen(x[row * k + j]));
+        if (form == INT8_ROUNDED) {
+            std::vector<int16_t> whole(k);
+            const Factor factor = rounded_row(&x[row * k], k, whole.data());
+            for (long j = 0; j < k; j++) seen[j] = double(whole[j]) * factor.value;
+        }
+        for (long i = 0; i < n; i++) {
+            double sum = 0;
+            for (long j = 0; j < k; j++) sum += w[i * k + j] * seen[j];
+            expected.push_back(sum * scale[i]);
+        }
+    }
+    Interface<T>::multiply(form, x.data(), rows, k, &weight, &scales, &bias, &n, 1, 0, nullptr, y.data(), 2);
+    worst = std::max(worst, error(y, expected));
+    for (long row = 0; row < rows; row++) {
+        Interface<T>::multiply(form, x.data() + row * k, 1, k, &weight, &scales, &bias, &n, 1, 0, nullptr, alone.data(), 1);
+        different += differ(alone.data(), y.data() + row * n, n);
     }
 }
 
@@ -164,7 +199,10 @@ template <class T> static void all(const char *name) {
     long different = 0;
     for (long rows : {1, 2, 3, 5, 8, 13, 40})
         for (long k : {64, 77, 200})
-            for (bool gated : {false, true}) products<T>(rows, k, 50, gated, 1 + rows % 3, product, different);
+            for (bool gated : {false, true}) {
+                products<T>(rows, k, 50, gated, 1 + rows % 3, product, different);
+                small_weights<T>(gated ? INT8 : INT8_ROUNDED, rows, k, 50, product, different);
+            }
     for (bool early : {false, true}) norm = std::max({norm, norms<T>(3, 77, early), norms<T>(1, 576, early)});
     for (long dim : {8, 20, 64}) rotation = std::max(rotation, rotary<T>(dim));
     for (long begin : {40, 120, 300})

@@ -36,7 +36,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
-from hf_specdec.cpu.operations import GELU_TANH, SILU
+from hf_specdec.cpu.operations import GELU_TANH, INT8, INT8_ROUNDED, NO_ACTIVATION, SILU
 from hf_specdec.cpu.rewrite import KernelProducts, call_functions, join_steps, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.fusion.patterns import lift_weights
@@ -142,6 +142,41 @@ def test_products_are_exact(dtype: torch.dtype, rows: int) -> None:
             for activation, gate in GATES.items():
                 assert_right(operations.linear(x, [weight, other], [bias, other_bias], activation), gate(one) * second)
                 assert_right(operations.linear(x, [other, weight], [other_bias, bias], activation), gate(second) * one)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as torchao rounds them to int8, times their scales."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127.5).float().clamp(min=torch.finfo(torch.float32).eps)
+    return (x * (1 / scale)).round().clamp(-128, 127).double() * scale.double()
+
+
+@pytest.mark.parametrize("form", [INT8, INT8_ROUNDED])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17, 300])
+def test_products_with_weights_in_int8(dtype: torch.dtype, rows: int, form: int) -> None:
+    """Right, and with the same bits for a row alone and among others, on any number of threads."""
+    sizes = (5, 96, 130)
+    for k in (1, 33, 64, 100, 576, 3000):
+        numbers = [torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cpu") for n in sizes]
+        scales, biases = (
+            [torch.rand(n, device="cpu") / 128 for n in sizes],
+            [None, *(random(n, dtype=dtype) for n in sizes[1:])],
+        )
+        x, residual = random(rows, k, dtype=dtype), random(rows, sum(sizes), dtype=dtype)
+        seen = rounded(x) if form == INT8_ROUNDED else x.double()
+        wide = [part.double() * scale.double()[:, None] for part, scale in zip(numbers, scales, strict=True)]
+        exact = [
+            linear(seen, weight, None if bias is None else bias.double())
+            for weight, bias in zip(wide, biases, strict=True)
+        ]
+        found = operations.linear(x, numbers, biases, NO_ACTIVATION, residual, scales, form)
+        assert_right(found, torch.cat(exact, -1) + residual.double())
+        gated = operations.linear(x, numbers[1:2] * 2, biases[1:2] * 2, SILU, None, scales[1:2] * 2, form)
+        assert_right(gated, silu(exact[1]) * exact[1])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - threads % 2)
+        alone = operations.linear(x[-1:], numbers, biases, NO_ACTIVATION, residual[-1:], scales, form)
+        torch.set_num_threads(threads)
+        assert torch.equal(alone, found[-1:])
 
 
 @pytest.mark.parametrize("activation", GATES)
@@ -612,7 +647,7 @@ AVX2, AVX512 = {"sse2", "avx2", "fma"}, {"sse2", "avx2", "fma", "avx512f", "avx5
 
 def test_the_best_instruction_set_is_chosen() -> None:
     for features, machine, most, wanted in (
-        (AVX512 | {"avx512_bf16"}, "x86_64", "", "avx512_bf16"), (AVX512, "x86_64", "", "avx512"),
+        (AVX512 | {"avx512_bf16", "avx512_vnni"}, "x86_64", "", "avx512_bf16"), (AVX512, "x86_64", "", "avx512"),
         (AVX512, "x86_64", "avx2", "avx2"), (AVX2, "x86_64", "avx512", "avx2"),
         ({"asimd", "bf16"}, "aarch64", "", "arm_bf16"), ({"asimd"}, "aarch64", "", "arm"),
     ):  # fmt: skip
@@ -811,7 +846,7 @@ def test_threads_run_one_chain_at_once() -> None:
 
 def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Linear(20, 130, bias=False), random(2, 20)
-    assert operations.product_error(layer.weight.detach()) < 1e-5
+    assert operations.product_error(layer.weight.detach(), torch.float32) < 1e-5
     right = operations.linear
     monkeypatch.setattr(operations, "linear", lambda *given: right(*given) * torch.linspace(1, 1.1, 130))
     with torch.no_grad(), pytest.raises(CaptureError, match=r"product with a weight of 130 x 20 is wrong by .*e-02"):

@@ -32,6 +32,7 @@ import generative
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, stored_in_int8
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
 
@@ -218,17 +219,39 @@ def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("library", ["torchao.quantization", "optimum.quanto"])
-def test_quantised(library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "config"),
+    [
+        ("optimum.quanto", "int8"),
+        ("torchao.quantization", "Int8WeightOnlyConfig"),
+        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig"),
+    ],
+)
+def test_quantised(library: str, config: str, tmp_path: Path) -> None:
+    """Also with the CPU kernels, which read the numbers in int8; exact then, whether rows are rounded or not."""
     quantization = pytest.importorskip(library)
     fresh().save_pretrained(tmp_path)
     if library == "optimum.quanto":
-        config: Any = transformers.QuantoConfig(weights="int8")
+        given: Any = transformers.QuantoConfig(weights=config)
     else:
-        config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+        given = transformers.TorchAoConfig(getattr(quantization, config)())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     model.generation_config = zoo.build("llama").generation_config
-    assert_equal(with_head(model))
+    stored = [one for one in map(stored_in_int8, model.parameters()) if one is not None]
+    assert len(stored) == 7 * model.config.num_hidden_layers
+    rounds = config.startswith("Int8Dynamic")
+    assert {one.form for one in stored} == {INT8_ROUNDED if rounds else INT8}
+    model = with_head(model)
+    if not rounds:  # otherwise the smallest differences can become larger ones
+        assert_equal(model)
+    ids, options = prompts(1)[0], {"max_new_tokens": 20, "do_sample": False}
+    plain = {"method": "plain", "compile": "kernels"}
+    wanted = model.generate(ids, speculative=plain, **options)
+    assert rounds or torch.equal(wanted, model.generate(ids, **options))
+    for method in ("prompt_lookup", "eagle"):
+        config_of_call = {"method": method, "compile": "kernels", "exact": True}
+        assert torch.equal(model.generate(ids, speculative=config_of_call, **options), wanted)
+    assert model._speculation.programs["kernels"].runner.reads_prompts
 
 
 @pytest.mark.slow

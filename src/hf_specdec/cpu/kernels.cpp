@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "recurrence.h"
 #include "steps.h"
 
 // ------------------------------------------------------------------------------------------------ interface
@@ -20,9 +21,13 @@ template <class Function> static long status(const Function &function) {
 }
 
 #define BOTH(T, bits)                                                                                                  \
-    long multiply_##bits(const T *x, long rows, long k, const T *const *weights, const T *const *biases,               \
-                         const long *sizes, long count, long activation, const T *residual, T *y, long threads) {      \
-        return status([&] { multiply(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads); }); \
+    long multiply_##bits(long form, const T *x, long rows, long k, const void *const *weights,                         \
+                         const float *const *scales, const T *const *biases, const long *sizes, long count,            \
+                         long activation, const T *residual, T *y, long threads) {                                     \
+        return status([&] {                                                                                            \
+            multiply(Weights(form), x, rows, k, weights, scales, biases, sizes, count, activation, residual, y,        \
+                     threads);                                                                                         \
+        });                                                                                                            \
     }                                                                                                                  \
     long normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \
@@ -42,6 +47,16 @@ template <class Function> static long status(const Function &function) {
     long attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,   \
                               T *values, const uint8_t *mask, const int64_t *order, T *y, long threads) {              \
         return status([&] { attend_joined(*a, joined, cos, sin, stride, keys, values, mask, order, y, threads); });    \
+    }                                                                                                                  \
+    long convolve_##bits(const Convolution *c, const int64_t *parents, const T *x, const T *weight, const T *bias,        \
+                         T *window, const int64_t *path, const T *known, T *y, long threads) {                         \
+        return status([&] { convolve(*c, parents, x, weight, bias, window, path, known, y, threads); });               \
+    }                                                                                                                  \
+    long recur_##bits(const Recurrence *r, const int64_t *parents, const void *const *inputs, const int64_t *path,      \
+                      const float *const *known, float *const *updates, T *y, long threads) {                          \
+        return status([&] {                                                                                            \
+            (r->kind == CHANNELS ? scan<T> : recur<T>)(*r, parents, inputs, path, known, updates, y, threads);         \
+        });                                                                                                            \
     }                                                                                                                  \
     long best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \

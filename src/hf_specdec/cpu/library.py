@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("kernels.cpp", "attention.h", "blocks.h", "products.h", "search.h", "steps.h", "vectors.h")
-)
+HEADERS = "attention.h", "blocks.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h"
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", *HEADERS))
 """The file to compile, and those that it includes."""
-FUNCTIONS = ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
+FUNCTIONS = (
+    "multiply", "normalize", "run", "rotate", "attend", "attend_joined", "convolve", "recur", "best", "grow",
+)  # fmt: skip
 """Functions for tensors, see `operations.functions_for`; their names end with the bits of bfloat16 and float32."""
 CHOICES = ("choose_pairs", "choose_prefetch")
 """Functions that take 0 or 1 to choose how the library computes, or `MEASURE`, and return what it uses now."""
@@ -103,7 +103,12 @@ class InstructionSet:
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx2"})
 _AVX512_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2")
 INSTRUCTION_SETS = (
-    InstructionSet("avx512_bf16", "x86_64", _AVX512 | {"avx512_bf16"}, (*_AVX512_OPTIONS, "-mavx512bf16")),
+    InstructionSet(
+        "avx512_bf16",
+        "x86_64",
+        _AVX512 | {"avx512_bf16", "avx512_vnni"},
+        (*_AVX512_OPTIONS, "-mavx512bf16", "-mavx512vnni"),
+    ),
     InstructionSet("avx512", "x86_64", _AVX512, _AVX512_OPTIONS),
     InstructionSet("avx2", "x86_64", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
     InstructionSet("arm_bf16", "aarch64", frozenset({"bf16", "asimd"}), ("-march=armv8.2-a+bf16",)),
@@ -139,7 +144,11 @@ def _features_by_torch() -> frozenset[str]:
         return frozenset({"asimd", "bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else {"asimd"})
     level = torch.backends.cpu.get_cpu_capability()
     found = set(_AVX512 if level == "AVX512" else {"avx2", "fma"} if level == "AVX2" else ())
-    for name, has in (("avx512_bf16", "_is_avx512_bf16_supported"), ("amx_bf16", "_is_amx_tile_supported")):
+    for name, has in (
+        ("avx512_bf16", "_is_avx512_bf16_supported"),
+        ("avx512_vnni", "_is_avx512_vnni_supported"),
+        ("amx_bf16", "_is_amx_tile_supported"),
+    ):
         if getattr(torch.cpu, has, bool)():
             found.add(name)
     return frozenset(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_specdec.errors import CacheCapacityError
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
+SAME, INT8, INT8_ROUNDED = range(3)
+"""Forms of weights, as in products.h: of the dtype of x, or int8 with a scale per row, with x rounded or not."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 PROBE_ROWS = (1, 2, 7, 24)
@@ -28,15 +31,33 @@ PROBE_COLUMNS = 64
 """First and last columns of a product that `product_error` compares."""
 PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """Maximum relative error of the kernel's products."""
+ROUNDED_TOLERANCE = 2e-2
+"""The same where rows are rounded to int8."""
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
-    "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
+    "multiply": [
+        _Long,
+        _Pointer,
+        _Long,
+        _Long,
+        _Pointer,
+        _Pointer,
+        _Pointer,
+        _Pointer,
+        _Long,
+        _Long,
+        _Pointer,
+        _Pointer,
+        _Long,
+    ],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
     "run": [_Pointer, _Long, _Pointer, _Long, _Long],
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
     "attend": [*[_Pointer] * 9, _Long],
     "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 5, _Long],
+    "convolve": [*[_Pointer] * 9, _Long],
+    "recur": [*[_Pointer] * 7, _Long],
     "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     "grow": [*[_Pointer] * 12, _Long],
 }
@@ -51,6 +72,26 @@ class _AttentionSizes(ctypes.Structure):
         ("begin", _Long), ("cache_stride", _Long * 2), ("value_stride", _Long * 2), ("new_stride", _Long * 3),
         ("new_value_stride", _Long * 3), ("mask_stride", _Long * 2), ("form", _Long), ("scale", _Float),
     )  # fmt: skip
+
+
+class _ConvolutionSizes(ctypes.Structure):
+    """`struct Convolution` of recurrence.h."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("rows", "channels", "nodes", "size", "kept", "silu", "trees", "path")),
+        ("stride", _Long * 3), ("known_stride", _Long * 3),
+    )  # fmt: skip
+
+
+class _RecurrenceSizes(ctypes.Structure):
+    """`struct Recurrence` of recurrence.h."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("rows", "heads", "shared", "nodes", "key_dim", "value_dim")),
+        *((name, _Long) for name in ("kind", "flag", "trees", "path", "known", "state_stride")),
+        *((f"{name}_stride", _Long * 3) for name in ("query", "key", "value", "decay", "beta")),
+        ("wide", _Long * 9),
+    )
 
 
 @functools.cache
@@ -87,13 +128,51 @@ def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> in
 # ----------------------------------------------------------------------------------------------- products
 
 
-def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype."""
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight in int8 `[N, K]`, its scales, float32 `[N]`, and whether it is multiplied with rounded rows."""
+
+    numbers: Tensor
+    scale: Tensor
+    form: int
+
+
+def stored_in_int8(weight: Any) -> Int8Weight | None:
+    """Return the parts of a quantised weight of torchao or quanto that `linear` can multiply; None for all others."""
+    kind = type(weight)
+    if kind.__name__ == "Int8Tensor" and kind.__module__.startswith("torchao."):
+        rows, form = weight.act_quant_kwargs, INT8
+        if rows is not None:
+            is_plain = rows.mapping_type.name == "SYMMETRIC" and type(rows.granularity).__name__ == "PerRow"
+            if not is_plain or rows.reduce_range:
+                return None
+            form = INT8_ROUNDED
+        if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
+            return None
+        numbers, scale, shift = weight.qdata, weight.scale, weight.zero_point
+        if (
+            numbers.dim() != 2
+            or list(weight.block_size) != [1, numbers.shape[1]]
+            or (shift is not None and shift.any())
+        ):
+            return None
+    elif kind.__name__ == "WeightQBytesTensor" and kind.__module__.startswith("optimum.quanto."):
+        numbers, scale, form = weight._data, weight._scale, INT8
+        if numbers.dtype != torch.int8 or weight.axis != 0 or weight.activation_qtype is not None:
+            return None
+    else:
+        return None
+    return Int8Weight(numbers, scale.detach().float().flatten(), form) if scale.numel() == len(numbers) else None
+
+
+def can_multiply(x: Any, weight: Any, bias: Any, form: int = SAME) -> bool:
+    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype, or weights in int8."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     return (
         all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
         and x.dtype in DTYPES
-        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and all(tensor.dtype == x.dtype for tensor in (x, *tensors[2:]))
+        and weight.dtype == (x.dtype if form == SAME else torch.int8)
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
@@ -104,7 +183,7 @@ def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
 
 def linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, scales: Sequence[Tensor] | None = None, form: int = SAME,
 ) -> Tensor:  # fmt: skip
     """Return `[..., N]`: x times each weight, side by side, or two products `act(x W0^T + b0) * (x W1^T + b1)`.
 
@@ -113,30 +192,35 @@ def linear(
         weights, biases: `[N_i, K]`, contiguous, of the dtype of x, and `[N_i]` or None for each.
         activation: `NO_ACTIVATION`, or the activation of two products of equal size.
         residual: `[..., N]` added to the result; only without an activation.
+        scales: Float32 `[N_i]` of weights in int8, contiguous.
+        form: How the weights are stored.
     """
     k = x.shape[-1]
     rows = x.numel() // k
     begins = tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights])
-    *arrays, size = _arrays(begins, tuple(addresses(*biases)), activation != NO_ACTIVATION)
+    factors = (None,) * len(weights) if scales is None else tuple(addresses(*scales))
+    *arrays, size = _arrays(begins, factors, tuple(addresses(*biases)), activation != NO_ACTIVATION)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y = x.new_empty(*x.shape[:-1], size)
     if rows:
         functions_for(x.dtype).multiply(
-            x.data_ptr(), rows, k, *arrays, activation, *addresses(residual, y), torch.get_num_threads()
+            form, x.data_ptr(), rows, k, *arrays, activation, *addresses(residual, y), torch.get_num_threads()
         )
     return y
 
 
 @functools.lru_cache(maxsize=4096)
-def _arrays(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...], gated: bool) -> tuple[Any, ...]:
+def _arrays(
+    weights: tuple[tuple[int, int], ...], scales: tuple[int | None, ...], biases: tuple[int | None, ...], gated: bool
+) -> tuple[Any, ...]:
     """Return the C arrays for weights that share their input, their number, and the size of the output.
 
-    Weights are given as address and number of rows, biases as addresses.
+    Weights are given as address and number of rows, scales and biases as addresses.
     """
     count, sizes = len(weights), [size for _, size in weights]
     begins = (_Pointer * count)(*[address for address, _ in weights])
     size = sizes[0] if gated else sum(sizes)
-    return begins, (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
+    return begins, (_Pointer * count)(*scales), (_Pointer * count)(*biases), (_Long * count)(*sizes), count, size
 
 
 def multiplies_slowly(dtype: torch.dtype) -> bool:
@@ -144,15 +228,19 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and "amx_bf16" in processor_features()
 
 
-def product_error(weight: Tensor) -> float:
-    """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact."""
+def product_error(weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None, form: int = SAME) -> float:
+    """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact.
+
+    x has the given dtype; `scale` and `form` are those of a weight in int8.
+    """
     size = weight.shape[1]
-    checked = torch.cat([weight[:PROBE_COLUMNS], weight[-PROBE_COLUMNS:]]).float()
+    wide = weight.float() if scale is None else weight * scale[:, None]
+    checked = torch.cat([wide[:PROBE_COLUMNS], wide[-PROBE_COLUMNS:]])
     errors = []
     for rows in PROBE_ROWS:
         numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
-        x = numbers.cos().view(rows, size).to(weight.dtype)
-        found = linear(x, [weight], [None]).float()
+        x = numbers.cos().view(rows, size).to(dtype)
+        found = linear(x, [weight], [None], NO_ACTIVATION, None, None if scale is None else [scale], form).float()
         found = torch.cat([found[:, :PROBE_COLUMNS], found[:, -PROBE_COLUMNS:]], dim=-1)
         expected = functional.linear(x.float(), checked)
         errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
@@ -303,11 +391,130 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (_batch_stride(mask), mask.stride(2))
 
 
+# ----------------------------------------------------------------------------------------------- recurrent layers
+
+
+def can_convolve(inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+    """Whether `convolve_tree` supports these arguments; False if the kernels have not been loaded."""
+    tensors = (inputs, window, weight) if bias is None else (inputs, window, weight, bias)
+    return (
+        inputs.dtype in DTYPES
+        and is_loaded()
+        and activation in (None, "silu", "swish")
+        and all(tensor.is_cpu and tensor.dtype == inputs.dtype for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors[1:])
+        and 0 <= weight.shape[1] - window.shape[2] <= 1
+    )
+
+
+def convolve_tree(
+    inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, parents: Tensor,
+    entered: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Return the causal convolution `[B, C, N]` of each node's path; channels are next to each other in memory.
+
+    Args:
+        inputs: `[B, C, N]`.
+        window: `[B, C, K or K - 1]` committed inputs.
+        weight, bias, activation: `[C, K]`, `[C]`, and None or "silu".
+        parents: long `[1 or B, N]`.
+        entered: Path `[B, P]` of nodes (-1 after its end), long, and inputs `[B or more, C, *]` of these nodes, which
+            are first entered into the window.
+    """
+    path, known = entered or (None, None)
+    (rows, channels, nodes), size = inputs.shape, weight.shape[1]
+    y = inputs.new_empty(rows, nodes, channels)
+    shape = rows, channels, nodes, size, window.shape[2], activation is not None, len(parents)
+    length, strides = 0 if path is None else path.shape[1], (0, 0, 0) if known is None else known.stride()
+    sizes = _sizes(_ConvolutionSizes, (*shape, length), inputs.stride(), strides)
+    parents, path = parents.contiguous(), None if path is None else path.contiguous()
+    tensors = addresses(parents, inputs, weight, bias, window, path, known, y)
+    functions_for(inputs.dtype).convolve(sizes, *tensors, torch.get_num_threads())
+    return y.transpose(1, 2)
+
+
+def _arranged(kind: str, inputs: Sequence[Any], state: Tensor) -> list[Any]:
+    """Return the tensors of `enum Input` of recurrence.h: query, key, value, decay, beta, rate, skip, bias, state."""
+    if kind == "delta_rule":
+        return [*inputs, None, None, None, state]
+    value, decay, rate, key, query, skip, *gate, bias = inputs
+    if kind == "mamba2":
+        return [query, key, value, decay, None, rate, skip, bias, state.transpose(-1, -2)]
+    by_node = [None if part is None else part.transpose(1, 2) for part in (query, key, value, decay, *gate)]
+    return [*by_node, rate, skip, bias, state]
+
+
+def can_recur(kind: str, inputs: Sequence[Tensor | None], state: Tensor) -> bool:
+    """Whether `recur_tree` supports these arguments; False if the kernels have not been loaded."""
+    tensors = [state, *(tensor for tensor in inputs if tensor is not None)]
+    if not (is_loaded() and all(tensor.is_cpu and tensor.dtype in DTYPES for tensor in tensors)):
+        return False
+    query, key, value, decay, _, rate, skip, bias, state = _arranged(kind, inputs, state)
+    is_plain = all(tensor is None or tensor.is_contiguous() for tensor in (rate, skip, bias))
+    if kind == "mamba1":
+        return is_plain and state[0].is_contiguous()
+    rows = [query, key, value, *([decay] if decay.dim() == 4 else [])]
+    return (
+        is_plain
+        and query.dtype == key.dtype == value.dtype
+        and all(tensor.stride(-1) == 1 for tensor in rows)
+        and state.dtype == torch.float32
+        and state.is_contiguous()
+    )
+
+
+def recur_tree(
+    kind: str, inputs: Sequence[Any], flag: bool, state: Tensor, parents: Tensor, entered: tuple[Tensor, Any] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs of the nodes of a tree, and decays, keys, values and, for Mamba 1, rates of their `Updates`.
+
+    Args:
+        kind, inputs, flag, state: See `verification.recurrence.FORMS`.
+        parents: long `[1 or B, N]`.
+        entered: Path `[B, P]` of nodes (-1 after its end), long, and their `Updates`, of B or more rows, which are
+            first entered into the state.
+    """
+    given, parents = _arranged(kind, inputs, state), parents.contiguous()
+    query, key, value, decay, beta, rate, *_, state = given
+    rows, nodes, heads = value.shape[:3]
+    if kind == "mamba1":
+        number, shared, key_dim, value_dim, y = 3, 1, key.shape[2], 1, value.new_empty(rows, heads, nodes)
+    else:
+        number, (shared, key_dim), value_dim = (
+            2 if kind == "mamba2" else decay.dim() - 3,
+            key.shape[2:],
+            value.shape[3],
+        )
+        y = value.new_empty(value.shape)
+    length, known_nodes, path, known = 0, 0, None, None
+    if entered is not None:
+        path, stash = entered[0].contiguous(), entered[1]
+        parts = [part.contiguous() for part in (stash.decay, stash.keys, stash.values)]
+        length, known_nodes, known = path.shape[1], parts[1].shape[2], (_Pointer * 3)(*addresses(*parts))
+    shapes = (rows, heads, nodes, *decay.shape[3:]), (rows, shared, nodes, key_dim), (rows, heads, nodes, value_dim)
+    updates = [state.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    numbers = rows, heads, shared, nodes, key_dim, value_dim, number, flag, len(parents), length, known_nodes
+    strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in (query, key, value, decay, beta)]
+    wide = tuple([part is not None and part.dtype == torch.float32 for part in given])
+    functions_for(value.dtype).recur(
+        _sizes(_RecurrenceSizes, (*numbers, state.stride(0)), *strides, wide), parents.data_ptr(),
+        (_Pointer * 9)(*addresses(*given)), *addresses(path), known, (_Pointer * 3)(*addresses(*updates)),
+        y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y, [*updates, rate.float()] if kind == "mamba1" else updates
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(form: Any, numbers: tuple[int, ...], *arrays: tuple[int, ...]) -> Any:
+    """Return a pointer to a structure that describes arguments, which most layers of a forward share."""
+    return ctypes.pointer(form(*numbers, *arrays))
+
+
 # ----------------------------------------------------------------------------------------------- traceable operations
 
 
 def _shape_of_linear(
-    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int, *_residual: Any
+    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int, *_others: Any
 ) -> Tensor:
     size = len(weights[0]) if activation else sum(len(weight) for weight in weights)
     return x.new_empty(*x.shape[:-1], size)
@@ -319,7 +526,7 @@ def define_operations() -> torch.library.Library:
     library = torch.library.Library("hf_specdec_cpu", "DEF")
     for schema, function, shape in (
         ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation, "
-         "Tensor? residual=None) -> Tensor", linear, _shape_of_linear),
+         "Tensor? residual=None, Tensor[]? scales=None, int form=0) -> Tensor", linear, _shape_of_linear),
         ("rms_norm(Tensor x, Tensor weight, float eps, bool early) -> Tensor", rms_norm,
          lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, *_: x.new_empty(x.shape)),

@@ -21,31 +21,60 @@
 
 #include "vectors.h"
 
+// What a row is multiplied with that was rounded to integers, and the sum of these.
+struct Factor {
+    float value;
+    int32_t sum;
+};
+// Round a row to integers between -128 and 127, as torchao does (`Int8Tensor.from_hp`, symmetric).
+template <class T, class X> static Factor rounded_row(const T *from, long k, X *to) {
+    float most = 0;
+    for (long i = 0; i < k; i++) most = std::max(most, std::abs(widen(from[i])));
+    T scale;
+    store(&scale, most / 127.5f);
+    Factor factor = {std::max(widen(scale), 1.1920929e-7f), 0};
+    const float inverse = 1.0f / factor.value;
+    for (long i = 0; i < k; i++) {
+        const float whole = std::nearbyint(widen(from[i]) * inverse);
+        to[i] = X(std::min(127.0f, std::max(-128.0f, whole)));
+        factor.sum += to[i];
+    }
+    return factor;
+}
+
 // Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are. At most
 // one per thread exists at a time. Row i is at `x + i / run * apart + i % run * k`.
 template <class D> struct Rows {
-    typedef typename D::W W;
+    typedef typename D::T T;
     typedef typename D::X X;
     const X *data;
+    const Factor *factors = nullptr;
     long rows, stride;
 
-    Rows(const W *x, long rows, long k) : Rows(x, rows, k, rows, 0) {}
-    Rows(const W *x, long rows, long k, long run, long apart) : rows(rows) {
+    Rows(const T *x, long rows, long k) : Rows(x, rows, k, rows, 0) {}
+    Rows(const T *x, long rows, long k, long run, long apart) : rows(rows) {
         static thread_local std::vector<X> copy;
+        static thread_local std::vector<Factor> made;
         stride = (k + D::step - 1) / D::step * D::step;
         data = (const X *)x;
-        if (sizeof(X) == sizeof(W) && stride == k && run == rows) return;
+        if (std::is_same_v<X, T> && stride == k && run == rows) return;
         if (copy.size() < size_t(rows * stride)) copy.resize(rows * stride);
         data = copy.data();
+        if constexpr (D::has_factors) made.resize(rows), factors = made.data();
         for (long row = 0; row < rows; row++) {
-            const W *const from = x + row / run * apart + row % run * k;
+            const T *const from = x + row / run * apart + row % run * k;
             X *const to = &copy[row * stride];
-            long i = 0;
-            for (; i + D::step <= k; i += D::step) D::pack(from + i, to + i);
-            if (i == k) continue;
-            W rest[D::step] = {};
-            memcpy(rest, from + i, (k - i) * sizeof(W));
-            D::pack(rest, to + i);
+            if constexpr (D::has_factors) {
+                made[row] = rounded_row(from, k, to);
+                std::fill(to + k, to + stride, X(0));
+            } else {
+                long i = 0;
+                for (; i + D::step <= k; i += D::step) D::pack(from + i, to + i);
+                if (i == k) continue;
+                T rest[D::step] = {};
+                memcpy(rest, from + i, (k - i) * sizeof(T));
+                D::pack(rest, to + i);
+            }
         }
     }
 };
@@ -153,8 +182,8 @@ static __attribute__((noinline)) void tile(const typename D::W *w, long apart, l
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
         for (int r = 0; r < R; r += 4) {
-            const Four z = sums(sum[r][m], sum[std::min(r + 1, R - 1)][m], sum[std::min(r + 2, R - 1)][m],
-                                sum[std::min(r + 3, R - 1)][m]);
+            const Four z = D::total(sum[r][m], sum[std::min(r + 1, R - 1)][m], sum[std::min(r + 2, R - 1)][m],
+                                    sum[std::min(r + 3, R - 1)][m]);
             if (!STREAMS) store(out + m * space + r, z);  // up to three numbers too many, which the next tile replaces
             else
 #pragma GCC unroll 4
@@ -220,14 +249,18 @@ static inline Floats activated(Floats z, int activation) {
 }
 
 // One thread's share of y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or,
-// with an activation, of the product of the first weight, activated, times that of the second.
-template <class D, class T>
-static void multiply_share(const T *x, long rows, long k, const T *const *weights, const T *const *biases,
-                           const long *sizes, long count, long activation, const T *residual, T *y) {
+// with an activation, of the product of the first weight, activated, times that of the second. Weights of 8 bits have a
+// scale for each of their rows.
+template <class D, class T = typename D::T>
+static void multiply_share(const T *x, long rows, long k, const void *const *given, const float *const *scales,
+                           const T *const *biases, const long *sizes, long count, long activation, const T *residual,
+                           T *y) {
+    typedef typename D::W W;
+    const W *const *const weights = (const W *const *)given;
     long total = 0;
     for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
     for (; rows > MANY_ROWS; rows -= MANY_ROWS, x += MANY_ROWS * k, y += MANY_ROWS * total) {
-        multiply_share<D>(x, MANY_ROWS, k, weights, biases, sizes, count, activation, residual, y);
+        multiply_share<D>(x, MANY_ROWS, k, given, scales, biases, sizes, count, activation, residual, y);
         if (residual) residual += MANY_ROWS * total;
     }
     if (!rows) return;
@@ -235,7 +268,7 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
     const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
     const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
     const bool in_streams = rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
-    const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / long(k * sizeof(T)) / 12 * 12));
+    const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / long(k * sizeof(W)) / 12 * 12));
     const long several = rows <= MOST ? SMALL_PANEL : fitting;  // a panel is read once: what is before it is not prefetched
     const long height = in_streams ? std::max<long>(1, last - first) : several, each = group_size(rows);
     const long space = (height + LANES - 1) / LANES * LANES + LANES;
@@ -246,10 +279,10 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
     for (long i = 0; i < (activation ? 1 : count); base += sizes[i++]) {
         const long end = std::min(last - base, sizes[i]);
         for (long n = std::max<long>(first - base, 0); n < end; n += height) {
-            const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * k * sizeof(T) / 64;
+            const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * k * long(sizeof(W)) / 64;
             for (long m = 0; m < rows; m += each) {
                 const long some = std::min(each, rows - m), offset = lines * m / rows, here = lines * (m + some) / rows - offset;
-                const auto multiply = [&](const T *w, float *to) {
+                const auto multiply = [&](const W *w, float *to) {
                     multiply_rows<D>(w + n * k, k, size, input.data + m * input.stride, input.stride, some, to, space,
                                      in_streams, {(const char *)(w + (n + size) * k) + 64 * offset, here});
                 };
@@ -258,10 +291,20 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
                 for (long row = 0; row < some; row++)
                     for (long j = 0; j < size; j += LANES) {
                         const long place = (m + row) * total + base + n + j, number = std::min(long(LANES), size - j);
-                        Floats z = floats(out + row * space + j);
+                        const auto finished = [&](const float *sum, long which) {
+                            Floats one = floats(sum + row * space + j);
+                            if constexpr (D::has_factors) {
+                                const Factor &factor = input.factors[m + row];
+                                const SignedWords whole = (SignedWords)one - D::OFFSET * factor.sum;
+                                one = __builtin_convertvector(whole, Floats) * factor.value;
+                            }
+                            if constexpr (D::has_scales) one *= floats(scales[which] + n + j, number);
+                            return one;
+                        };
+                        Floats z = finished(out, i);
                         if (biases[i]) z += floats(biases[i] + n + j, number);
                         if (activation) {
-                            Floats factor = floats(other + row * space + j);
+                            Floats factor = finished(other, 1);
                             if (biases[1]) factor += floats(biases[1] + n + j, number);
                             z = activated(z, activation) * factor;
                         }
@@ -277,24 +320,27 @@ static void multiply_share(const T *x, long rows, long k, const T *const *weight
 // as long as four multiplications of floats, and does the work of two.
 static bool use_pairs = false;
 
-static inline void share(const float *x, long rows, long k, const float *const *weights, const float *const *biases,
-                         const long *sizes, long count, long activation, const float *residual, float *y) {
-    multiply_share<Dot<float>>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
-}
-static inline void share(const bf16 *x, long rows, long k, const bf16 *const *weights, const bf16 *const *biases,
-                         const long *sizes, long count, long activation, const bf16 *residual, bf16 *y) {
+// How weights are stored, and what they are multiplied with.
+enum Weights : long { SAME, INT8, INT8_ROUNDED };
+
+template <class T, class... Given>
+static inline void share(Weights form, const T *x, long rows, long k, Given... given) {
+    if (form == INT8) return multiply_share<Widened<T>>(x, rows, k, given...);
+    if (form == INT8_ROUNDED) return multiply_share<Integers<T>>(x, rows, k, given...);
 #if defined(HAS_PAIRS)
-    if (use_pairs) return multiply_share<Pairs>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
+    if constexpr (std::is_same_v<T, bf16>)
+        if (use_pairs) return multiply_share<Pairs>(x, rows, k, given...);
 #endif
-    multiply_share<Dot<bf16>>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
+    multiply_share<Dot<T>>(x, rows, k, given...);
 }
 
 template <class T>
-static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
-                     long count, long activation, const T *residual, T *y, long threads) {
+static void multiply(Weights form, const T *x, long rows, long k, const void *const *weights, const float *const *scales,
+                     const T *const *biases, const long *sizes, long count, long activation, const T *residual, T *y,
+                     long threads) {
     Guard guard;
 #pragma omp parallel num_threads(threads)
-    guard([&] { share(x, rows, k, weights, biases, sizes, count, activation, residual, y); });
+    guard([&] { share(form, x, rows, k, weights, scales, biases, sizes, count, activation, residual, y); });
     guard.check();
 }
 
@@ -302,11 +348,12 @@ static void multiply(const T *x, long rows, long k, const T *const *weights, con
 static double product_seconds(long rows, long k, long n, int turns) {
     const std::vector<bf16> x(rows * k, 0x3f80), w(n * k, 0x3f80);
     std::vector<bf16> y(rows * n);
-    const bf16 *const weight = w.data(), *const bias = nullptr;
+    const void *const weight = w.data();
+    const bf16 *const bias = nullptr;
     double best = INFINITY;
     for (int turn = 0; turn < turns; turn++) {
         const double begin = omp_get_wtime();
-        multiply<bf16>(x.data(), rows, k, &weight, &bias, &n, 1, 0, nullptr, y.data(), 1);
+        multiply<bf16>(SAME, x.data(), rows, k, &weight, nullptr, &bias, &n, 1, 0, nullptr, y.data(), 1);
         best = std::min(best, omp_get_wtime() - begin);
     }
     return best;

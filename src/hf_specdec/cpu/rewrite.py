@@ -20,16 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import (
     DTYPES,
     GELU_TANH,
     NO_ACTIVATION,
+    SAME,
     SILU,
     can_multiply,
     define_operations,
     functions_for,
+    stored_in_int8,
 )
 from hf_specdec.fusion.patterns import (
     Node,
@@ -39,6 +42,7 @@ from hf_specdec.fusion.patterns import (
     find_products_of_one,
     find_rotary,
     find_rotated,
+    form_of,
     is_call,
     is_product,
     replace_call,
@@ -71,9 +75,13 @@ class KernelProducts(ReplaceProducts):
         multiply: Callable[..., Any] = kernels.linear if recorded else operations.linear
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-            supports = not needs_gradient and can_multiply(x, weight, bias)
-            return multiply(x, [weight], [bias], NO_ACTIVATION) if supports else None
+            if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+                return None
+            with _disable_current_modes():  # a trace must not see how the parts of a weight are found
+                stored = stored_in_int8(weight)
+            if stored is not None and can_multiply(x, stored.numbers, bias, stored.form):
+                return multiply(x, [stored.numbers], [bias], NO_ACTIVATION, None, [stored.scale], stored.form)
+            return multiply(x, [weight], [bias], NO_ACTIVATION) if can_multiply(x, weight, bias) else None
 
         super().__init__(product)
 
@@ -143,7 +151,8 @@ def _match_gate(product: Node) -> None:
     if found := find_gated_products(product, kernels.linear.default):
         name, gate, other = found
         weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
-        replace_call(product, kernels.linear.default, (gate.args[0], weights, biases, _ACTIVATIONS[name]))
+        further = (None, [*gate.args[5], *other.args[5]], gate.args[6]) if form_of(gate) else ()
+        replace_call(product, kernels.linear.default, (gate.args[0], weights, biases, _ACTIVATIONS[name], *further))
 
 
 def _match_residual(total: Node) -> None:
@@ -151,7 +160,7 @@ def _match_residual(total: Node) -> None:
     if not is_call(total, aten.add.Tensor) or total.kwargs:
         return
     for product, residual in (total.args[:2], total.args[1::-1]):
-        if not is_call(product, kernels.linear.default) or len(product.args) != 4 or len(product.users) != 1:
+        if not is_product(product, kernels.linear.default) or len(product.users) != 1:
             continue
         if any(user is not product and is_product(user, kernels.linear.default) for user in product.args[0].users):
             continue  # products with one input are joined
@@ -161,7 +170,7 @@ def _match_residual(total: Node) -> None:
         if added.dim() == shape.dim() and all(
             statically_known_true(a == b) for a, b in zip(added.shape, shape.shape, strict=True)
         ):
-            replace_call(total, kernels.linear.default, (*product.args, residual))
+            replace_call(total, kernels.linear.default, (*product.args[:4], residual, *product.args[5:]))
             return
 
 
@@ -204,8 +213,10 @@ def _join_products(graph: fx.Graph) -> None:
     """Compute products with the same input in one call, which starts the threads once."""
     for nodes in find_products_of_one(graph, kernels.linear.default):
         weights, biases = ([node.args[index][0] for node in nodes] for index in (1, 2))
+        further = (None, [node.args[5][0] for node in nodes], nodes[0].args[6]) if form_of(nodes[0]) else ()
+        given = (nodes[0].args[0], weights, biases, NO_ACTIVATION, *further)
         with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(kernels.linear.default, (nodes[0].args[0], weights, biases, NO_ACTIVATION))
+            joined = graph.call_function(kernels.linear.default, given)
             joined.meta["val"] = torch.cat([traced_value(node) for node in nodes], dim=-1)
             begin = 0
             for node, weight in zip(nodes, weights, strict=True):
@@ -226,8 +237,8 @@ class _StepFields(ctypes.Structure):
 
     _fields_ = (
         ("count", _Long), ("k", _Long), ("x", _Long), ("y", _Long), ("residual", _Long), ("weights", _Weights),
-        ("biases", _Weights), ("sizes", _Weights), ("activation", _Long), ("wide", _Long), ("early", _Long),
-        ("eps", ctypes.c_float),
+        ("biases", _Weights), ("scales", _Weights), ("sizes", _Weights), ("activation", _Long), ("form", _Long),
+        ("wide", _Long), ("early", _Long), ("eps", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -246,14 +257,16 @@ class ChainStep:
     is_wide: bool = False  # whether a norm's weight is float32 beside other inputs in bfloat16
     eps: float = 0.0
     early: bool = False
+    scales: tuple[int, ...] = ()  # places of the scales of the weights, if these are in int8
+    form: int = SAME
 
     def fields(self, place: int) -> _StepFields:
         """Return the step for the library; its result has this place."""
         weights = _Weights(*self.weights)
         biases = _Weights(*(-1 if bias is None else bias for bias in self.biases))
         residual = -1 if self.residual is None else self.residual
-        places = self.x, place, residual, weights, biases
-        options = self.activation, self.is_wide, self.early, self.eps
+        places = self.x, place, residual, weights, biases, _Weights(*(self.scales or (-1,) * len(self.weights)))
+        options = self.activation, self.form, self.is_wide, self.early, self.eps
         return _StepFields(len(self.sizes), self.k, *places, _Weights(*self.sizes), *options)
 
 
@@ -314,7 +327,7 @@ def _is_step(node: Any) -> bool:
     if node.target is not kernels.linear.default:
         return False
     weights, biases = node.args[1], node.args[2]
-    used = [*weights, *(bias for bias in biases if bias is not None)]
+    used = [*weights, *(bias for bias in biases if bias is not None), *(node.args[5] if form_of(node) else ())]
     return len(weights) <= MAX_WEIGHTS and all(one.op == "placeholder" for one in used)
 
 
@@ -355,9 +368,12 @@ def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
         weight, eps, early = node.args[1:]
         is_wide = weight.meta["val"].dtype == torch.float32
         return ChainStep(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
-    weights, biases, activation, *rest = node.args[1:]
-    residual = next((places[one] for one in rest if one is not None), None)
+    weights, biases, activation = node.args[1:4]
+    residual = next((places[one] for one in node.args[4:5] if one is not None), None)
     of_weights = tuple(places[weight] for weight in weights)
+    scales, form = ((places[one] for one in node.args[5]), node.args[6]) if form_of(node) else ((), SAME)
     of_biases = tuple(None if bias is None else places[bias] for bias in biases)
     sizes = tuple(len(weight.meta["val"]) for weight in weights)
-    return ChainStep(places[x], of_weights, k, size, of_biases, sizes, activation, residual)
+    return ChainStep(
+        places[x], of_weights, k, size, of_biases, sizes, activation, residual, scales=tuple(scales), form=form
+    )

@@ -45,9 +45,10 @@ struct Step {
     long count;                                        // weights; 0 for a norm, which has one in weights[0]
     long k;                                            // numbers in a row of x
     long x, y, residual;                               // places in the table; -1: none
-    long weights[MAX_WEIGHTS], biases[MAX_WEIGHTS];    // the same
+    long weights[MAX_WEIGHTS], biases[MAX_WEIGHTS], scales[MAX_WEIGHTS];  // the same
     long sizes[MAX_WEIGHTS];                           // rows of the weights
     long activation;                                   // see `multiply_share`
+    Weights form;
     long wide, early;                                  // whether a norm's weight is float32; see `normalize_row`
     float eps;
 };
@@ -65,11 +66,16 @@ static void run(const Step *steps, long count, const void *const *table, long ro
                 normalize_row(at(step->x) + row * step->k, step->k, table[step->weights[0]], step->wide, step->eps,
                               step->early, y + row * step->k);
         } else {
-            const T *weights[MAX_WEIGHTS], *biases[MAX_WEIGHTS];
-            for (long i = 0; i < step->count; i++) weights[i] = at(step->weights[i]), biases[i] = at(step->biases[i]);
+            const void *weights[MAX_WEIGHTS];
+            const float *scales[MAX_WEIGHTS];
+            const T *biases[MAX_WEIGHTS];
+            for (long i = 0; i < step->count; i++) {
+                weights[i] = at(step->weights[i]), biases[i] = at(step->biases[i]);
+                scales[i] = (const float *)at(step->scales[i]);
+            }
             guard([&] {
-                share(at(step->x), rows, step->k, weights, biases, step->sizes, step->count, step->activation,
-                      at(step->residual), y);
+                share(step->form, at(step->x), rows, step->k, weights, scales, biases, step->sizes, step->count,
+                      step->activation, at(step->residual), y);
             });
         }
 #pragma omp barrier

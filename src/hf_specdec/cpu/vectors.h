@@ -194,10 +194,15 @@ static inline void add_product(Floats &sum, Floats w, Floats x) {
 #endif
 }
 
-// How numbers of dtype W are read, `step` at a time, as `parts` vectors of floats, and multiplied with numbers X.
+// How weights W are read, `step` at a time, as `parts` vectors, and multiplied with rows of T, packed as numbers X.
+// `finish` makes floats of sums over lanes.
+struct FloatSums {
+    static constexpr bool has_scales = false, has_factors = false;
+    static Four total(Floats a, Floats b, Floats c, Floats d) { return sums(a, b, c, d); }
+};
 template <class W> struct Dot;
-template <> struct Dot<float> {
-    typedef float W, X;
+template <> struct Dot<float> : FloatSums {
+    typedef float T, W, X;
     typedef Floats Part;
     static constexpr int step = LANES, parts = 1;
     static Part load(const float *from, int = 0) { return floats(from); }
@@ -209,8 +214,8 @@ template <> struct Dot<float> {
 // A bfloat16 is the upper half of a float. Of pairs of them, read as words, the odd ones are floats once the lower halves
 // are cleared, and the even ones once they are shifted up: one operation for each. So in packed steps, as floats, all
 // even ones come before all odd ones.
-template <> struct Dot<bf16> {
-    typedef bf16 W;
+template <> struct Dot<bf16> : FloatSums {
+    typedef bf16 T, W;
     typedef float X;
     typedef Floats Part;
     static constexpr int step = 2 * LANES, parts = 2;
@@ -235,8 +240,8 @@ template <> struct Dot<bf16> {
 // processor is fast at them: see `use_pairs` in products.h.
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS
-struct Pairs {
-    typedef bf16 W, X;
+struct Pairs : FloatSums {
+    typedef bf16 T, W, X;
     typedef __m512bh Part;
     static constexpr int step = 32, parts = 1;
     static Part load(const bf16 *from, int = 0) { return (__m512bh)_mm512_loadu_si512(from); }
@@ -246,8 +251,8 @@ struct Pairs {
 };
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_PAIRS
-struct Pairs {
-    typedef bf16 W, X;
+struct Pairs : FloatSums {
+    typedef bf16 T, W, X;
     typedef bfloat16x8_t Part;
     static constexpr int step = 8, parts = 1;
     static Part load(const bf16 *from, int = 0) { return vld1q_bf16((const bfloat16_t *)from); }
@@ -256,3 +261,95 @@ struct Pairs {
     static void add(Floats &sum, Part w, Part x) { sum = (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
 };
 #endif
+
+// ------------------------------------------------------------------------------------------------ weights of 8 bits
+
+// Weights in int8 with a scale for each row of them, widened to floats.
+template <class Number> struct Widened : FloatSums {
+    typedef Number T;
+    typedef int8_t W;
+    typedef float X;
+    typedef Floats Part;
+    static constexpr bool has_scales = true;
+    static constexpr int step = LANES, parts = 1;
+    static Part load(const int8_t *from, int = 0) {
+#if LANES == 16
+        return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif LANES == 8
+        return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+        int32_t four;
+        memcpy(&four, from, 4);
+        return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four))))));
+#endif
+    }
+    static Part load_x(const float *from) { return floats(from); }
+    static void pack(const T *from, float *to) { store(to, floats(from)); }
+    static void add(Floats &sum, Part w, Part x) { add_product(sum, w, x); }
+};
+
+// The same, multiplied with rows that are rounded to int8, each with a factor of its own. Sums are integers, whose bits
+// are kept in vectors of floats; `OFFSET` times the sum of a row of x is subtracted from them in the end.
+template <class Number> struct Integers {
+    typedef Number T;
+    typedef int8_t W;
+    static constexpr bool has_scales = true, has_factors = true;
+    static constexpr int parts = 1;
+#if defined(__AVX512VNNI__)  // multiplies unsigned with signed bytes: weights are moved up by 128
+    typedef int8_t X;
+    typedef __m512i Part;
+    static constexpr int step = 64, OFFSET = 128;
+    static Part load(const int8_t *from, int = 0) {
+        return _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128));
+    }
+    static Part load_x(const int8_t *from) { return _mm512_loadu_si512(from); }
+    static void add(Floats &sum, Part w, Part x) { sum = (Floats)_mm512_dpbusd_epi32((__m512i)sum, w, x); }
+#else
+    typedef int16_t X;
+    static constexpr int OFFSET = 0;
+#if LANES == 16
+    typedef __m512i Part;
+    static constexpr int step = 32;
+    static Part load(const int8_t *from, int = 0) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
+    }
+    static Part load_x(const int16_t *from) { return _mm512_loadu_si512(from); }
+    static void add(Floats &sum, Part w, Part x) {
+        sum = (Floats)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(w, x));
+    }
+#elif LANES == 8
+    typedef __m256i Part;
+    static constexpr int step = 16;
+    static Part load(const int8_t *from, int = 0) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)); }
+    static Part load_x(const int16_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
+    static void add(Floats &sum, Part w, Part x) {
+        sum = (Floats)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(w, x));
+    }
+#else
+    typedef int16x8_t Part;
+    static constexpr int step = 8;
+    static Part load(const int8_t *from, int = 0) { return vmovl_s8(vld1_s8(from)); }
+    static Part load_x(const int16_t *from) { return vld1q_s16(from); }
+    static void add(Floats &sum, Part w, Part x) {
+        const int32x4_t low = vmlal_s16((int32x4_t)sum, vget_low_s16(w), vget_low_s16(x));
+        sum = (Floats)vmlal_high_s16(low, w, x);
+    }
+#endif
+#endif
+    static Four total(Floats a, Floats b, Floats c, Floats d) {
+#if LANES == 4
+        return (Four)vpaddq_s32(vpaddq_s32((int32x4_t)a, (int32x4_t)b), vpaddq_s32((int32x4_t)c, (int32x4_t)d));
+#else
+        const auto four = [](Floats lanes) {
+#if LANES == 16
+            const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256((__m512i)lanes),
+                                                  _mm512_extracti64x4_epi64((__m512i)lanes, 1));
+#else
+            const __m256i half = (__m256i)lanes;
+#endif
+            return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        };
+        return (Four)_mm_hadd_epi32(_mm_hadd_epi32(four(a), four(b)), _mm_hadd_epi32(four(c), four(d)));
+#endif
+    }
+};

@@ -196,8 +196,13 @@ def find_gates(product: Node) -> Iterator[tuple[Any, Node, Node]]:
 
 
 def is_product(node: Node, linear: Any) -> bool:
-    """Whether a node is a product `linear(x, [weight], [bias], activation)`, without a residual."""
-    return is_call(node, linear) and len(node.args[1]) == 1 and len(node.args) == 4
+    """Whether a node is a product `linear(x, [weight], [bias], activation, ...)`, without a residual."""
+    return is_call(node, linear) and len(node.args[1]) == 1 and node.args[4:5] in ((), (None,))
+
+
+def form_of(product: Node) -> tuple[Any, ...]:
+    """Return how a product's weights are stored: its last argument, if it has more than a residual."""
+    return tuple(product.args[6:])
 
 
 def find_gated_products(product: Node, linear: Any) -> tuple[str, Node, Node] | None:
@@ -206,6 +211,8 @@ def find_gated_products(product: Node, linear: Any) -> tuple[str, Node, Node] | 
         gate = active.args[0]
         if not is_product(gate, linear) or not is_product(other, linear) or gate.args[0] is not other.args[0]:
             continue
+        if form_of(gate) != form_of(other):
+            continue
         used_once = len(gate.users) == len(other.users) == len(active.users) == 1
         if used_once and traced_value(gate.args[1][0]).shape == traced_value(other.args[1][0]).shape:
             return name, gate, other
@@ -213,13 +220,13 @@ def find_gated_products(product: Node, linear: Any) -> tuple[str, Node, Node] | 
 
 
 def find_products_of_one(graph: fx.Graph, linear: Any) -> list[list[Node]]:
-    """Return the products that have their input in common with others, by input; all weights are inputs."""
-    members: dict[Node, list[Node]] = defaultdict(list)
+    """Return the products that have input and form in common with others; all weights are inputs."""
+    members: dict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if is_product(node, linear) and all(
             weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))
         ):
-            members[node.args[0]].append(node)
+            members[node.args[0], form_of(node)].append(node)
     return [nodes for nodes in members.values() if len(nodes) > 1]
 
 

@@ -45,6 +45,7 @@ from hf_specdec.verification.trials import (
     multiplies_exactly,
     refusal,
     reproducible,
+    rounds_inputs,
     run_plainly,
     run_whole,
     why_not_transformers_loop,
@@ -274,6 +275,7 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
     with reproducible(model):
         autocast = enters_autocast(model)
         exact = model.dtype in (torch.float32, torch.float64) and multiplies_exactly(device) and not autocast
+        exact = exact and not rounds_inputs(model)
         plain_attention = AttentionContext({})  # notes whether layers call transformers' attention function
 
         @functools.cache

@@ -23,7 +23,14 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
-from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
+from hf_specdec.cpu.operations import (
+    DTYPES,
+    INT8_ROUNDED,
+    PRODUCT_TOLERANCE,
+    ROUNDED_TOLERANCE,
+    SAME,
+    product_error,
+)
 from hf_specdec.cpu.rewrite import KernelProducts, call_functions, inexact_operations, join_steps, use_kernels
 from hf_specdec.errors import CacheCapacityError, listed
 from hf_specdec.fusion.fused import (
@@ -34,7 +41,7 @@ from hf_specdec.fusion.fused import (
     fused,
     record_linear,
 )
-from hf_specdec.fusion.patterns import ReplaceProducts, is_call, lift_weights
+from hf_specdec.fusion.patterns import ReplaceProducts, form_of, is_call, lift_weights, traced_value
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS, GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.tree_attention import calls_kernel_directly, is_correct, trial_numbers
@@ -158,15 +165,7 @@ def make_program(
             if use_kernels(graph, attention and (attention.separate, attention.joined)) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
             left = inexact_operations(graph)
-            matrices = [weight for weight in weights if weight.dim() == 2]
-            for weight in {(weight.shape, weight.dtype): weight for weight in matrices}.values():  # one of each shape
-                if weight.dtype in DTYPES and weight.is_contiguous():
-                    distance = product_error(weight)
-                    if not distance <= PRODUCT_TOLERANCE[weight.dtype]:
-                        shape = " x ".join(map(str, weight.shape))
-                        raise CaptureError(
-                            f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}"
-                        )
+            check_products(graph, weights)
             if mode == "kernels":
                 join_steps(graph)
                 call_functions(graph)
@@ -178,6 +177,30 @@ def make_program(
     except Exception as error:  # model code and compilers raise various types
         raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
     return Program(run, tuple(weights), inexact=f"torch computes {listed(left)} of it" if left else "")
+
+
+def check_products(graph: fx.GraphModule, weights: Sequence[Tensor]) -> None:
+    """Compare the kernels' products with exact ones, for one weight of each shape; `weights` are the last inputs.
+
+    Raises:
+        CaptureError: They are wrong on this machine.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values = dict(zip(placeholders[len(placeholders) - len(weights) :], weights, strict=True))
+    checked = set[Any]()
+    for node in graph.graph.nodes:
+        if not is_call(node, torch.ops.hf_specdec_cpu.linear.default):
+            continue
+        scales, form = (node.args[5], *form_of(node)) if form_of(node) else ([None] * len(node.args[1]), SAME)
+        for weight, scale in zip(node.args[1], scales, strict=True):
+            dtype, given = traced_value(node).dtype, values.get(weight)
+            if given is None or (key := (given.shape, dtype, form)) in checked:
+                continue
+            checked.add(key)
+            distance = product_error(given, dtype, values.get(scale), form)
+            if not distance <= (ROUNDED_TOLERANCE if form == INT8_ROUNDED else PRODUCT_TOLERANCE[dtype]):
+                shape = " x ".join(map(str, given.shape))
+                raise CaptureError(f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}")
 
 
 _CHOSEN: dict[Any, list[int]] = {}  # tables of joined products by kind: all programs of a process have the same

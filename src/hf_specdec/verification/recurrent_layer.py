@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_specdec.cpu import operations
 from hf_specdec.errors import UnsupportedModelError, listed
 from hf_specdec.verification import recurrence
 from hf_specdec.verification.memory import persistent_tensors
@@ -242,6 +243,11 @@ class RecurrentState:
         assert window is not None
         if self._path is None and self._rows_for is not None:
             self.path_memory(inputs[:, :0, 0].long())
+        if not branches.known and operations.can_convolve(inputs, window, weight, bias, activation):
+            entered = None if self._path is None or known is None else (self._path, known)
+            output = operations.convolve_tree(inputs, window, weight, bias, activation, branches.parents, entered)
+            self._inputs[index] = self._keep(("inputs", index), inputs)
+            return output
         if branches.known:
             assert known is not None
             inputs = torch.cat([known[: len(inputs), :, : branches.known], inputs], dim=-1)
@@ -252,14 +258,19 @@ class RecurrentState:
 
     def recur(self, call: int, kind: str, inputs: Inputs, flag: bool, branches: Branches) -> Tensor:
         """Enter the noted path into a state, and return the recurrence of new nodes, see `recurrence.FORMS`."""
-        known = self._updates.get(call)
-        before = None
-        if branches.known:
-            assert known is not None
-            before = known[1].first(self.num_rows, branches.known)
-        elif self._path is not None and known is not None:
-            self._enter_state(call, *known, self._path)
-        output, updates = FORMS[kind](inputs, flag, self._state_of(call, kind).float(), branches, before)
+        known, state = self._updates.get(call), self._state_of(call, kind)
+        if not branches.known and operations.can_recur(kind, inputs, state):
+            entered = None if self._path is None or known is None else (self._path, known[1])
+            output, parts = operations.recur_tree(kind, inputs, flag, state, branches.parents, entered)
+            updates = Updates(*parts)
+        else:
+            before = None
+            if branches.known:
+                assert known is not None
+                before = known[1].first(self.num_rows, branches.known)
+            elif self._path is not None and known is not None:
+                self._enter_state(call, *known, self._path)
+            output, updates = FORMS[kind](inputs, flag, state.float(), branches, before)
         decay, keys, values = (
             self._keep((name, call), getattr(updates, name)) for name in ("decay", "keys", "values")
         )  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
+from hf_specdec.cpu.operations import INT8_ROUNDED, stored_in_int8
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 
@@ -228,6 +229,11 @@ def float32_error(device: torch.device) -> float:
 def multiplies_exactly(device: torch.device) -> bool:
     """Return whether a device multiplies float32 matrices in full precision; False if TF32 or the like is enabled."""
     return float32_error(device) < 1e-5
+
+
+def rounds_inputs(model: PreTrainedModel) -> bool:
+    """Whether products round their inputs to integers, so that the smallest differences can become larger ones."""
+    return any(stored.form == INT8_ROUNDED for stored in map(stored_in_int8, model.parameters()) if stored is not None)
 
 
 def allowed_distance(dtype: torch.dtype, device: torch.device, exact: float, half: float) -> float:
