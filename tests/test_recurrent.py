@@ -18,13 +18,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Gen
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError, UnsupportedModelError
+from hf_specdec.cpu import library, operations
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.chain_target import ChainTarget
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
 from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.recurrence import FORMS, Branches, Updates, advance, advance_window, convolve
-from hf_specdec.verification.recurrent_layer import REPLACEMENTS, recurrent_layers
+from hf_specdec.verification.recurrent_layer import REPLACEMENTS, RecurrentState, recurrent_layers
 from hf_specdec.verification.tree_target import TreeTarget
 from hf_specdec.verification.trials import first_inputs
 from reference import path_to_root
@@ -144,12 +145,12 @@ def close(actual: Tensor, expected: Tensor, at_most: float = 2e-6) -> None:
     assert error < at_most, error
 
 
-def random_paths(parents: Tensor, generator: torch.Generator) -> list[list[int]]:
-    """A path of each row, of any length; the first row has none."""
-    found = list[list[int]]([[]])
-    for row in range(1, ROWS):
-        whole = path_to_root(parents[row % len(parents)].tolist(), parents.shape[1] - 1 - row)
-        found.append(whole[: 1 + int(torch.randint(len(whole), (), generator=generator))])
+def random_paths(parents: Tensor, generator: torch.Generator, without: int = 0) -> list[list[int]]:
+    """A path of each row, of any length; one row has none."""
+    found = list[list[int]]()
+    for row in range(ROWS):
+        whole = path_to_root(parents[row % len(parents)].tolist(), max(parents.shape[1] - 1 - row, 0))
+        found.append(whole[: 1 + int(torch.randint(len(whole), (), generator=generator))] if row != without else [])
     return found
 
 
@@ -221,6 +222,63 @@ def test_a_convolution_sees_a_nodes_own_ancestors(shape: str, size: int, held: i
             after = advance_window(state, inputs, padded(paths, more=1))
             for row, path in enumerate(paths):
                 assert torch.equal(after[row], torch.cat([state[row], inputs[row][:, path]], -1)[:, -(size + held) :])
+
+
+FORMS_OF_EXECUTION = ["torch", "kernels", "in turns"]
+
+
+@pytest.fixture(params=FORMS_OF_EXECUTION)
+def executed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Layers compute by torch, by the CPU kernels, or in every second forward by these."""
+    library.load_library()
+    count = itertools.count()
+    for name in ("can_recur", "can_convolve"):
+        can = getattr(operations, name)
+
+        def decide(*args: Any, can: Any = can) -> bool:
+            return bool(request.param != "torch" and can(*args) and (request.param == "kernels" or next(count) % 2))
+
+        monkeypatch.setattr(operations, name, decide)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["memory of a call", "kept memory"])
+@pytest.mark.parametrize("repeats", [False, True], ids=["random keys", "one token repeated"])
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_goes_on_from_accepted_paths(
+    kind: str, strength: str, repeats: bool, kept: bool, executed: str
+) -> None:
+    """Paths of none, some and many nodes are entered by the next forward, or on demand; then a row leaves."""
+    generator = torch.Generator().manual_seed(len(kind) + len(strength))
+    layer, form = RecurrentState(1, (lambda rows: rows + 1) if kept else None), "delta_rule" if kind == "kda" else kind
+    exact = rate = None
+    for step, (size, rows, shape) in enumerate(((12, 1, "wide"), (70, ROWS, "deep"), (1, 1, "wide"), (9, ROWS, "wide"))):
+        case = Case(kind, size, STRENGTHS[strength], repeats, generator)
+        if form == "mamba1":
+            rate = case.inputs[2] = case.inputs[2] if rate is None else rate  # a weight
+        if exact is None:
+            exact = case.state.double()
+            held = case.state.transpose(-1, -2) if kind == "mamba2" else case.state
+            held = held[..., 0] if kind == "mamba1" else held
+            layer.states[0] = layer.place("state", held.contiguous(), *held.shape[1:])
+            layer.states[0].copy_(held)
+            layer.windows[0] = layer.place("window", held, 1, 3)
+        case.state = exact
+        parents = random_parents(size, rows, SHAPES[shape], generator)
+        expected, states = case.by_definition(parents)
+        tree = TokenTree(torch.zeros(ROWS, size, dtype=torch.long), parents)
+        output = layer.recur(0, form, case.inputs, case.flag, Branches.of(tree))
+        layer.forget_path()
+        close(output.movedim(-1, 1) if kind == "mamba1" else output, expected, 4e-6)
+        paths = random_paths(parents, generator, without=step % 2)
+        layer.commit(padded(paths))
+        exact = torch.stack([states[row, path[-1]] if path else exact[row] for row, path in enumerate(paths)])
+        if step == 2:
+            layer.flush()
+            close(layer._state_of(0, form).float(), exact, 4e-6)
+    layer.keep_rows([0, 2])
+    close(layer._state_of(0, form).float(), exact[[0, 2]], 4e-6)
 
 
 # ----------------------------------------------------------------------------------------------- whole models
