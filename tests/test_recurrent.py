@@ -224,32 +224,29 @@ def test_a_convolution_sees_a_nodes_own_ancestors(shape: str, size: int, held: i
                 assert torch.equal(after[row], torch.cat([state[row], inputs[row][:, path]], -1)[:, -(size + held) :])
 
 
-FORMS_OF_EXECUTION = ["torch", "kernels", "in turns"]
-
-
-@pytest.fixture(params=FORMS_OF_EXECUTION)
-def executed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Layers compute by torch, by the CPU kernels, or in every second forward by these."""
+def execute(how: str, patch: pytest.MonkeyPatch) -> None:
+    """Let recurrent layers compute by torch, by the CPU kernels, or in turns by each of them."""
     library.load_library()
     count = itertools.count()
     for name in ("can_recur", "can_convolve"):
         can = getattr(operations, name)
 
         def decide(*args: Any, can: Any = can) -> bool:
-            return bool(request.param != "torch" and can(*args) and (request.param == "kernels" or next(count) % 2))
+            return bool(how != "torch" and can(*args) and (how == "kernels" or next(count) % 2))
 
-        monkeypatch.setattr(operations, name, decide)
-    return str(request.param)
+        patch.setattr(operations, name, decide)
 
 
+@pytest.mark.parametrize("how", ["torch", "kernels", "in turns"])
 @pytest.mark.parametrize("kept", [False, True], ids=["memory of a call", "kept memory"])
 @pytest.mark.parametrize("repeats", [False, True], ids=["random keys", "one token repeated"])
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_goes_on_from_accepted_paths(
-    kind: str, strength: str, repeats: bool, kept: bool, executed: str
+    kind: str, strength: str, repeats: bool, kept: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Paths of none, some and many nodes are entered by the next forward, or on demand; then a row leaves."""
+    execute(how, monkeypatch)
     generator = torch.Generator().manual_seed(len(kind) + len(strength))
     layer, form = RecurrentState(1, (lambda rows: rows + 1) if kept else None), "delta_rule" if kind == "kda" else kind
     exact = rate = None
@@ -331,8 +328,9 @@ def torch_lists(texts: list[Tensor]) -> list[list[int]]:
 @pytest.mark.parametrize("rows", [1, ROWS], ids=["one row", "padded rows with own trees"])
 @pytest.mark.parametrize("name", by_speed(TREES))
 @torch.no_grad()
-def test_logits_at_every_node_are_those_of_its_text(name: str, rows: int) -> None:
-    """Over steps with commits of none, some and many nodes in each row; then a row leaves the batch."""
+def test_logits_at_every_node_are_those_of_its_text(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over steps with commits of none, some and many nodes in each row, of which one then leaves the batch."""
+    execute("torch" if rows == 1 else "kernels", monkeypatch)
     model, generator = grouped(name), torch.Generator().manual_seed(len(name) + rows)
     facts = inspect_target(model)
     assert facts.supports_trees, facts.chain_only_reason
