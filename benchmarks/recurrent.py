@@ -3,8 +3,8 @@
     python benchmarks/recurrent.py --json benchmarks/results/recurrent_cpu.json
 
 The model is a Qwen3.5 of about 100M random parameters. An oracle decides how many tokens a step keeps, on average
-`tau`, so all forms do the same work. Chains are verified with transformers' own cache; one that is kept in part costs a
-second forward over the kept tokens. Forms are interleaved; results are medians over rounds, in milliseconds.
+`tau`, so all forms do the same work. Chains are verified with transformers' own cache; one that is kept in part costs
+a second forward over the kept tokens. Forms are interleaved; results are medians over rounds, in milliseconds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def tree_of(num_nodes, depth):
-    """Parents of a path of `depth` nodes below the root, and further children spread over it; a chain if that is all."""
+    """Parents of a path of `depth` nodes below the root, and of further children, spread over it."""
     parents = [-1, *range(depth)]
     while len(parents) < num_nodes:
         parents.append((len(parents) - depth - 1) % (depth + 1))
@@ -106,7 +106,10 @@ def measure(dtype, rounds, context):
         rows.append({"tau": float(tau), "ms": {name: round(1e3 * value, 2) for name, value in medians.items()}})
         print(rows[-1], flush=True)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return {"dtype": dtype, "parameters": size, "context": context, "rounds": rounds, "rows": rows}
+    return {
+        "environment": bench.environment(model), "dtype": dtype, "parameters": size, "context": context,
+        "rounds": rounds, "rows": rows,
+    }  # fmt: skip
 
 
 def main():
@@ -118,7 +121,7 @@ def main():
     options = parser.parse_args()
     found = [measure(dtype, options.rounds, options.context) for dtype in options.dtypes]
     if options.json:
-        options.json.write_text(json.dumps([{**bench.environment(), **one} for one in found], indent=1) + "\n")
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

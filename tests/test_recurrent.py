@@ -209,7 +209,9 @@ def test_a_convolution_sees_a_nodes_own_ancestors(shape: str, size: int, held: i
             found = convolve(inputs, state, weight, some, activation, Branches.of(tree))
             later = convolve(inputs, state, weight, some, activation, Branches.of(tree, known))
             texts = [
-                torch.cat([state[row], inputs[row][:, path_to_root(parents[row % rows].tolist(), node)]], -1)[:, -size:]
+                torch.cat([state[row], inputs[row][:, path_to_root(parents[row % rows].tolist(), node)]], -1)[
+                    :, -size:
+                ]
                 for row in range(ROWS)
                 for node in range(number)
             ]
@@ -588,7 +590,9 @@ def test_trees_of_every_drafter(method: str, name: str, attach: Any) -> None:
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1")))
+@pytest.mark.parametrize(
+    "assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1"))
+)
 def test_assistants_with_recurrent_layers_draft_trees(assistant: str, attach: Any) -> None:
     """One that says what the target says drafts its answer; no step copies the states of the assistant."""
     model, (ids, options) = attach(assistant), batch(ROWS)

@@ -107,7 +107,13 @@ ANY_SIZES: dict[str, Any] = {
 """Small values for every size that some configuration knows; each takes those it has."""
 
 _MANY_HEADS = {"num_key_value_heads": 4, "head_dim": 4}
-_MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "num_attention_heads": 4, "intermediate_size": 64}  # of draft heads
+_MAMBA2 = {
+    "num_heads": 8,
+    "head_dim": 8,
+    "n_groups": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}  # of draft heads
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     **CORE,

@@ -417,7 +417,7 @@ def measured_layout(cache: TreeCache) -> CacheLayout:
 ADOPTED_LAYERS = frozenset({
     "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer", *RECURRENT_LAYERS,
 })  # fmt: skip
-"""transformers' layer classes that hold plain keys and values, recurrent states, or nothing of their own."""
+"""transformers' layer classes that hold plain keys and values or recurrent states, or share those of others."""
 
 WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
 """transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
