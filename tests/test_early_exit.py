@@ -258,7 +258,8 @@ def test_an_interrupted_draft_is_forgotten(name: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     if target.supports_trees:
-        assert {layer.get_seq_length() for layer in target.cache.layers if isinstance(layer, TreeLayer)} == {target.start}
+        layers = [layer for layer in target.cache.layers if isinstance(layer, TreeLayer)]
+        assert {layer.get_seq_length() for layer in layers} == {target.start}
     else:
         for was, layer in zip(before, target.cache.layers, strict=True):
             assert _equal(was, vars(layer))
@@ -362,7 +363,7 @@ def test_the_search_returns_the_best_that_it_tried(seed: int, monkeypatch: pytes
 
 
 def test_the_search_leaves_alone_what_must_run() -> None:
-    """Not the first attention layer of a hybrid, by which transformers counts tokens: trees have masks of their own."""
+    """A hybrid's first attention layer, by which transformers counts tokens, may be skipped: masks are our own."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_next")))
     assert search_skipped_layers(model, [torch.arange(4, 10)], ratio=1, new_tokens=4) == (1, 2)
     try:

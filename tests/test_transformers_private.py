@@ -66,7 +66,14 @@ def test_the_functions_of_recurrent_layers() -> None:
     expected = {
         ("lfm2", "causal_conv1d_fn"): ["hidden_states", "weight", "bias", "activation"],
         ("qwen3_next", "torch_chunk_gated_delta_rule"): [
-            "query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state",
+            "query",
+            "key",
+            "value",
+            "g",
+            "beta",
+            "chunk_size",
+            "initial_state",
+            "output_final_state",
             "use_qk_l2norm_in_kernel",
         ],
         ("kimi_linear", "chunk_kimi_delta_attention"): ["query", "key", "value", "g", "beta"],
