@@ -38,9 +38,10 @@ Every model of transformers {version} with a `generate()`, tested as a tiny rand
 writes this page, and `tests/test_models.py` checks it. There are two outcomes:
 
 * *Equal*: greedy output for one row and for three left-padded rows equals plain `generate()`'s, for drafts that are
-  never, always and sometimes right. *Trees*: drafts may branch, and rows of a batch advance at their own pace.
-  *Chains*: only the first children of a tree are verified, with rows in lockstep, over transformers' own cache. For
-  models with a recurrent state, a partly accepted chain costs a second, shorter forward.
+  never, always and sometimes right. *Trees*: drafts may branch, and rows of a batch advance at their own pace; models
+  with recurrent layers (Gated DeltaNet, KDA, Mamba, short convolutions) are among them. *Chains*: only the first
+  children of a tree are verified, with rows in lockstep, over transformers' own cache. The recurrent models that are
+  left there need a second, shorter forward after a partly accepted chain.
 * *Refused*: `attach` raises `UnsupportedModelError` with the reason.
 """
 CLASSES = """\

@@ -173,7 +173,8 @@ LIMITS: list[tuple[str, dict[str, Any], dict[str, Any], Budget | str]] = [
     ("draft_model", {}, {}, Budget(6, 5, 1)),
     ("draft_model", {}, {"num_draft_tokens": 9}, Budget(9, 8, 1)),
     ("draft_model", {}, {"top_k": 4}, Budget(16, 5, 4)),
-    ("draft_model", {"name": "qwen3_next"}, {"top_k": 4}, Budget(16, 5, 4).chain),  # verifies chains
+    ("draft_model", {"name": "qwen3_next"}, {"top_k": 4}, Budget(16, 5, 4)),
+    ("draft_model", {"name": "bloom"}, {"top_k": 4}, Budget(16, 5, 4).chain),  # verifies chains
     ("draft_model", {}, {"top_k": 4, "tree": "dynamic", "num_steps": 2, "num_draft_tokens": 50}, Budget(21, 2, 4)),
     ("draft_model", {}, {"top_k": 4, "num_draft_tokens": 3}, Budget(3, 2, 4)),
     ("draft_model", {"sample": True}, {"top_k": 1}, Budget(6, 5, 1)),

@@ -51,7 +51,7 @@ def test_equal_to_plain_generate(name: str, attention: str, num_tokens: int, gap
         model.set_attn_implementation(before)
 
 
-@pytest.mark.parametrize("name", ["openai-gpt", "mamba", "cpmant", "prophetnet"])
+@pytest.mark.parametrize("name", ["openai-gpt", "recurrent_gemma", "cpmant", "prophetnet"])
 def test_what_cannot_verify_drafts_is_refused_and_left_alone(name: str) -> None:
     model = zoo.build(name)
     before, keys = type(model), set(model.__dict__)

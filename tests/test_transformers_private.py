@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,23 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from transformers import GenerationConfig, GenerationMixin, PrefixConstrainedLogitsProcessor, PreTrainedModel, Trainer
+from transformers import (
+    CONFIG_MAPPING,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+    Trainer,
+    cache_utils,
+)
 
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec import transformers_private as private
 from hf_specdec.generation.call import GGUF_ROWS
+from hf_specdec.verification.recurrent_layer import RECURRENT_LAYERS, REPLACEMENTS
 from models import prompts
 
 SOURCE = Path(private.__file__).parent
@@ -48,6 +59,38 @@ def test_the_signatures_of_the_extended_methods() -> None:
     }  # fmt: skip
     for name, parameters in expected.items():
         assert list(inspect.signature(getattr(GenerationMixin, name)).parameters) == parameters, name
+
+
+def test_the_functions_of_recurrent_layers() -> None:
+    """Trees replace them by these names, and are called with the first arguments by position, or all by name."""
+    expected = {
+        ("lfm2", "causal_conv1d_fn"): ["hidden_states", "weight", "bias", "activation"],
+        ("qwen3_next", "torch_chunk_gated_delta_rule"): [
+            "query",
+            "key",
+            "value",
+            "g",
+            "beta",
+            "chunk_size",
+            "initial_state",
+            "output_final_state",
+            "use_qk_l2norm_in_kernel",
+        ],
+        ("kimi_linear", "chunk_kimi_delta_attention"): ["query", "key", "value", "g", "beta"],
+        ("mamba2", "mamba2_chunk_scan"): ["hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias"],
+        ("mamba", "mamba_selective_scan"): ["hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias"],
+    }
+    assert {function for _, function in expected} == set(REPLACEMENTS)
+    for (name, function), parameters in expected.items():
+        if name not in CONFIG_MAPPING:  # in older transformers
+            continue
+        module = sys.modules[type(zoo.build(name)).__module__]
+        found = list(inspect.signature(getattr(module, function)).parameters)
+        assert found[: len(parameters)] == parameters, (function, found)
+    assert {type(layer).__name__ for layer in DynamicCache(config=zoo.build("falcon_h1").config).layers} == {
+        "LinearAttentionAndFullAttentionLayer"
+    }
+    assert RECURRENT_LAYERS.keys() <= vars(cache_utils).keys()
 
 
 def test_generation() -> None:

@@ -438,6 +438,12 @@ def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
             f"The lm_head of {type(model).__name__} takes {read} inputs, this head produces {size}.",
             "Use a head with its own lm_head.",
         )
+    scored, own = getattr(model.get_output_embeddings(), "out_features", None), head.config
+    if getattr(own, "markov_rank", 0) and not own.draft_vocab_size and scored not in (None, own.vocab_size):
+        raise DrafterMismatchError(
+            f"The lm_head of {type(model).__name__} scores {scored} tokens, the head's Markov head {own.vocab_size}.",
+            "Use a head without one.",
+        )
     head.to(device=device, dtype=model.dtype)
 
 

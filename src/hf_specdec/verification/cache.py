@@ -238,7 +238,7 @@ class TreeCache(Cache):
     @property
     def num_written(self) -> int:
         """Number of slots that every layer in use has written, committed or not; unbounded if none has slots."""
-        if not all(any(state.has_previous.values()) for state in self.states.values()):
+        if self.states and not any(any(state.has_previous.values()) for state in self.states.values()):
             return 0
         ends = (layer.end for layer in self._attention if layer.is_initialized)
         return min(ends, default=0 if self._attention else UNBOUNDED)
@@ -275,7 +275,8 @@ class TreeCache(Cache):
         if self.states and any(paths):
             width = max(map(len, paths))
             padded = [[*kept, *[-1] * (width - len(kept))] for kept in paths]
-            self._commit_states(upload(padded, torch.long, next(iter(self.states.values())).device))
+            used = (state for state in self.states.values() if any(state.has_previous.values()))
+            self._commit_states(upload(padded, torch.long, next(used).device))
         self._commit_lengths([length + len(kept) for length, kept in zip(lengths, paths, strict=True)], None)
 
     def commit_unread(self, path: Tensor) -> None:
@@ -293,7 +294,8 @@ class TreeCache(Cache):
 
     def _commit_states(self, path: Tensor) -> None:
         for state in self.states.values():
-            state.commit(path)
+            if any(state.has_previous.values()):
+                state.commit(path)
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
         """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`.
@@ -489,8 +491,9 @@ def check_fits(cache: Cache, layout: CacheLayout, states: Mapping[int, list[list
         state: Any = cache.layers[index]
         if shapes[index] != states[index]:
             refuse(f"has states of {shapes[index]} in layer {index}, the model of {states[index]}")
-        if state.record_past or len(state.conv_states[0]) != rows:
-            held = "records states of earlier tokens" if state.record_past else f"has {len(state.conv_states[0])} rows"
+        held_rows = next((len(window) for window in state.conv_states.values() if window is not None), rows)
+        if state.record_past or held_rows != rows:
+            held = "records states of earlier tokens" if state.record_past else f"has {held_rows} rows"
             refuse(f"{held}, the prompt has {rows}", "Pass one prompt per row of a plain cache.")
     if length and filled.keys() != expected.keys():
         refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}")

@@ -18,7 +18,6 @@ import transformers
 from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DummyLayer
 
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
@@ -149,7 +148,7 @@ def why_chains_only(model: PreTrainedModel) -> str:
     other = {
         kind
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=False))
-        if kind not in LAYER_KINDS and index not in recurrent and type(layer) is not DummyLayer
+        if kind not in LAYER_KINDS and index not in recurrent and type(layer).__name__ != "DummyLayer"
     }
     if other:
         return f"its layers of type {', '.join(sorted(other))} hold more than keys and values"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DummyLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu import operations
@@ -432,7 +432,7 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[...,
     _define_target_attention()
     operation = torch.ops.hf_specdec.tree_attention.default
     cache_layers = _traced_layers(config)
-    dummies = [type(layer) is DummyLayer for layer in DynamicCache(config=config).layers]
+    dummies = [type(layer).__name__ == "DummyLayer" for layer in DynamicCache(config=config).layers]
     attending_layers = {
         index for index, layer in enumerate(cache_layers) if isinstance(layer, _TracedLayer) and not dummies[index]
     }
