@@ -482,10 +482,9 @@ _names: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, str]]] = weakref.We
 def _names_in(model: nn.Module) -> list[tuple[str, str]]:
     """Return module and name of each function to replace, in the files that define the model's parts."""
     if model not in _names:
-        files = {type(part).__module__ for part in model.modules()}
-        _names[model] = [
-            (file, name) for file in sorted(files) for name in REPLACEMENTS if hasattr(sys.modules[file], name)
-        ]
+        kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+        files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
+        _names[model] = [(file, name) for file in files for name in REPLACEMENTS if hasattr(sys.modules[file], name)]
     return _names[model]
 
 
