@@ -26,7 +26,7 @@ from hf_specdec.verification.captured import CapturedGreedy, GraphForward
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
+from hf_specdec.verification.probe import MAX_TOLERANCE, TargetFacts, exact_distance
 from hf_specdec.verification.programs import CaptureError, has_kernels, supports_kernels, without_autocast
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner, WeightsVersion
 from hf_specdec.verification.trials import allowed_distance, first_inputs, is_random, rounds_inputs
@@ -263,7 +263,8 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
 
 def _compare(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
     """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt."""
-    tolerance = allowed_distance(model.dtype, execution_device(model), EXACT, MAX_TOLERANCE)
+    exact = exact_distance(text_config(model))
+    tolerance = allowed_distance(model.dtype, execution_device(model), exact, MAX_TOLERANCE)
     if rounds_inputs(model):
         tolerance = MAX_TOLERANCE
     device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
