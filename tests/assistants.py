@@ -14,6 +14,7 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.step import Step
 from models import prompts
 
@@ -41,6 +42,11 @@ class Spied(DraftModelDrafter):
     def __init__(self, assistant: Any, **options: Any) -> None:
         super().__init__(assistant, **options)
         self.seen: list[tuple[list[list[int] | None], Draft]] = []
+        self.compiled_as: list[Spied] = []
+
+    def with_runner(self, runner: Runner) -> Spied:
+        self.compiled_as.append(super().with_runner(runner))
+        return self.compiled_as[-1]
 
     def start(self, target: Any, context: Any, config: Any) -> Any:
         session: Any = super().start(target, context, config)

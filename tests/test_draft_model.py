@@ -25,6 +25,7 @@ from hf_specdec.drafters import draft_model
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.generation import call
 from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from reference import path_to_root
 
@@ -48,17 +49,35 @@ def wanted_log_probs(assistant: Any, text: list[int], path: list[int]) -> Tensor
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
-    ("target", "assistant"),
-    [(one, other) for one in KINDS for other in KINDS if one == other or "llama" in (one, other)],
+    ("target", "assistant", "mode"),
+    [
+        *((one, other, "none") for one in KINDS for other in KINDS if one == other or "llama" in (one, other)),
+        *(("llama", other, "kernels") for other in ("llama", "gemma3_text", "qwen3_5_text")),
+    ],
 )
 def test_the_plain_answer_from_drafts_in_the_assistants_words(
-    target: str, assistant: str, batch_size: int, wandering: list[Any]
+    target: str, assistant: str, mode: str, batch_size: int, wandering: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Budgets change from step to step, plain steps between; every edge has the assistant's own log-probability."""
+    """Budgets change from step to step, plain steps between; every edge has the assistant's own log-probability.
+
+    With the CPU kernels the assistant is a program as well, which also reads new nodes of a growing tree alone.
+    """
     model, helper = attached(target), noisy(assistant, noise=0.1)
     drafter = model.add_drafter(Spied(helper))
-    plain = generate(model, batch_size)
-    assert torch.equal(plain, generate(model, batch_size, speculative=TREE))
+    plain, ran, run = generate(model, batch_size), list[tuple[Any, int]](), CompiledForward.__call__
+
+    def noted(self: CompiledForward, tokens: Tensor, *given: Any, **options: Any) -> Any:
+        ran.append((self, tokens.shape[1]))
+        return run(self, tokens, *given, **options)
+
+    monkeypatch.setattr(CompiledForward, "__call__", noted)
+    assert torch.equal(plain, generate(model, batch_size, speculative={**TREE, "compile": mode}))
+    if mode == "kernels":
+        kept = drafter.compiled_as[-1].runner
+        reads = (
+            () if assistant == "qwen3_5_text" else (prompts(1)[0].shape[1],)
+        )  # of recurrent layers, the model reads
+        assert {nodes for runner, nodes in ran if runner is kept} >= {2, *reads}
     assert len(drafter.seen) > 4
     for texts, draft in drafter.seen[-4:]:
         parents = draft.tree.parents.tolist()

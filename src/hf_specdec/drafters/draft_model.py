@@ -8,9 +8,10 @@ cache at the next draft; drafted nodes are appended level by level, then rolled 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from hf_specdec.validation import check_type
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
+from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.trials import drops_cache, first_inputs
@@ -98,6 +100,13 @@ class DraftModelDrafter(Drafter):
         self.assistant, self.sample, self.samples = assistant, sample, sample
         self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
         self._facts: TargetFacts | None = None
+        self.runner: Runner | None = None  # of the assistant's forward
+
+    def with_runner(self, runner: Runner) -> Self:
+        """Return a copy whose assistant runs as a program."""
+        other = copy.copy(self)
+        other._facts, other.runner = self.facts, runner
+        return other
 
     def or_known(self, known: Drafter | None) -> Drafter:
         """Return `known` if it drafts in the same way with the same models and tokenizers, otherwise this drafter."""
@@ -111,8 +120,8 @@ class DraftModelDrafter(Drafter):
         return f"{type(self).__name__}({type(self.assistant).__name__} of {name}{sampling})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the facts, because a copy's assistant is another model object."""
-        return {**self.__dict__, "_facts": None}
+        """Leave out what belongs to the assistant, because a copy's assistant is another model object."""
+        return {**self.__dict__, "_facts": None, "runner": None}
 
     @property
     def facts(self) -> TargetFacts:
@@ -200,7 +209,10 @@ class DraftModelSession(DraftSession):
         prompts = [(ids[rows], mask[rows]) for rows in self._rows]
         if translation is not None:
             prompts = [translation.prompts(*prompt) for prompt in prompts]
-        self._readers = [AssistantReader(facts.new_target(assistant, 0, READER_SLOTS), *prompt) for prompt in prompts]
+        self._readers = [
+            AssistantReader(facts.new_target(assistant, 0, READER_SLOTS, runner=drafter.runner), *prompt)
+            for prompt in prompts
+        ]
         self._longest = max(ids.shape[1] for ids, _ in prompts)  # upper bound of the number of tokens in a row
         self._read(context.roots[:, None], None)
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)

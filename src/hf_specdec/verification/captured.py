@@ -40,7 +40,7 @@ class GraphForward(KeptMemory, Runner):
         has_masks: Whether they did so in the last forward.
     """
 
-    widths = CAPTURED_WIDTHS
+    widths, grows = CAPTURED_WIDTHS, False
 
     def __init__(self, inner: Runner, backend: GraphBackend, *, has_masks: bool = False) -> None:
         super().__init__(backend)
@@ -73,9 +73,10 @@ class GraphForward(KeptMemory, Runner):
         """Run the inner forward without a graph, because graphs compute masks and positions themselves."""
         return self._inner(tokens, positions, forward, cache)
 
-    def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Runner`; the returned tensors are copies."""
+    def verify(self, inputs: TreeInputs, cache: Cache, known: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Runner`; the returned tensors are copies, and all nodes must be new."""
         assert isinstance(cache, TreeCache)
+        assert not known
         num_nodes, kinds = inputs.tree.num_nodes, [kind for _, kind, _ in inputs.layout.layers]
         width = max(width_for(num_nodes), inputs.width)
         cache.store.make_room(inputs.start + width)

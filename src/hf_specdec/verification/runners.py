@@ -57,6 +57,7 @@ class Runner(ABC):
         reads_prompts: Whether it can `read`; "slowly" if the model's own forward is faster.
         layers: Layers whose hidden states it returns, see `Features`.
         copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
+        grows: Whether it can run the new nodes of a growing tree alone.
         widths: Numbers of nodes that a tree is padded to, ascending; empty if trees are not padded.
         inexact: Why a node's result may depend on the other nodes and rows of a forward, as a clause; empty if it
             does not (with graphs: in forwards of one width). Known once a forward has run.
@@ -64,6 +65,7 @@ class Runner(ABC):
 
     layers: frozenset[int]
     copies_weights = False
+    grows = True
     reads_prompts: Literal[True, False, "slowly"] = False
     widths: tuple[int, ...] = ()
     inexact: str = ""
@@ -74,11 +76,11 @@ class Runner(ABC):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer, given `[B, N]`; append to the cache."""
 
-    def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""
-        masks, positions = inputs.masks_and_positions()
-        tokens = inputs.tree.tokens
-        context = attention_of(masks, inputs, inputs.order() if tokens.is_cpu else None)
+    def verify(self, inputs: TreeInputs, cache: Cache, known: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the forward over all nodes of a tree but the first `known`, and return the same as `__call__`."""
+        masks, positions = inputs.masks_and_positions(known)
+        tokens = inputs.tree.tokens[:, known:]
+        context = attention_of(masks, inputs, inputs.order() if tokens.is_cpu and not known else None, known)
         return self(tokens, positions.expand(tokens.shape), context, cache)
 
     def read(

@@ -219,7 +219,7 @@ class TreeTarget(Target):
             bool(cache.states),
         )  # fmt: skip
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
-            logits, states = self.runner.verify(inputs, cache)
+            logits, states = self.runner.verify(inputs, cache, known)
             if self._tap is not None:
                 self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
@@ -245,7 +245,7 @@ class TreeTarget(Target):
 
     def _can_use(self, runner: Runner, num_nodes: int, known: int) -> bool:
         """Return whether the runner supports this forward; if not, log why, once (not for drafting forwards)."""
-        if known or self.is_draft_view:
+        if (known and not runner.grows) or self.is_draft_view:
             return False
         layers = frozenset[int]() if self._tap is None else self._tap.layers
         obstacles = {
