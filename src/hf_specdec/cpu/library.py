@@ -146,7 +146,7 @@ def _features_by_torch() -> frozenset[str]:
     found = set(_AVX512 if level == "AVX512" else {"avx2", "fma"} if level == "AVX2" else ())
     for name, has in (
         ("avx512_bf16", "_is_avx512_bf16_supported"),
-        ("avx512_vnni", "_is_avx512_vnni_supported"),
+        ("avx512_vnni", "_is_vnni_supported"),
         ("amx_bf16", "_is_amx_tile_supported"),
     ):
         if getattr(torch.cpu, has, bool)():
