@@ -32,7 +32,7 @@ from reference import path_to_root
 pytestmark = pytest.mark.usefixtures("full_depth")
 
 KINDS = ("llama", "gemma3_text", "gpt2", "qwen3_next")
-"""Full attention, sliding windows, learned positions, a recurrent state (chains only)."""
+"""Full attention, sliding windows, learned positions, a recurrent state."""
 TREE = {"method": "draft_model", "top_k": 2, "num_steps": 3, "num_draft_tokens": 9}
 
 
