@@ -59,8 +59,8 @@ class DraftModelDrafter(Drafter):
     Config fields: `num_steps` (default 5, or `num_draft_tokens - 1` for a chain), `top_k` (default 1, a chain),
     `num_draft_tokens` (default: `num_steps + 1` for a chain, 16 for a tree), `tree` (None or `"dynamic"`). An
     assistant that cannot verify trees drafts chains for any `top_k`, and processes a batch row by row if its rows may
-    keep different numbers of tokens. No draft exceeds its `max_position_embeddings`. With the CPU kernels, it runs with
-    them as its target does.
+    keep different numbers of tokens. No draft exceeds its `max_position_embeddings`. It runs with the CPU kernels if
+    its target does.
 
     With another tokenizer, only tokens that both have are drafted; all other tokens of the text are spelled in the
     assistant's tokens.
