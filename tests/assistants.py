@@ -14,7 +14,6 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.step import Step
 from models import prompts
 
@@ -44,8 +43,8 @@ class Spied(DraftModelDrafter):
         self.seen: list[tuple[list[list[int] | None], Draft]] = []
         self.compiled_as: list[Spied] = []
 
-    def with_runner(self, runner: Runner) -> Spied:
-        self.compiled_as.append(super().with_runner(runner))
+    def with_program(self, make: Any) -> Spied:
+        self.compiled_as.append(super().with_program(make))
         return self.compiled_as[-1]
 
     def start(self, target: Any, context: Any, config: Any) -> Any:

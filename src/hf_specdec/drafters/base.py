@@ -296,6 +296,13 @@ class Drafter(ABC):
         """
         return self
 
+    def with_program(self, make: Callable[[PreTrainedModel, Any], Any]) -> Drafter:
+        """Return a copy whose own language model runs as a program; the drafter itself if it has none.
+
+        `make` returns a runner of a model with some `TargetFacts`, or raises `CaptureError`.
+        """
+        return self
+
     def state_dict(self) -> Any:
         """Return a copy of what the drafter has learned, for `load_state_dict`; None if it learns nothing."""
         return None

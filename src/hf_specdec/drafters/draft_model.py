@@ -9,7 +9,7 @@ cache at the next draft; drafted nodes are appended level by level, then rolled 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -103,10 +103,10 @@ class DraftModelDrafter(Drafter):
         self._facts: TargetFacts | None = None
         self.runner: Runner | None = None  # of the assistant's forward
 
-    def with_runner(self, runner: Runner) -> Self:
-        """Return a copy whose assistant runs as a program."""
+    def with_program(self, make: Callable[[PreTrainedModel, Any], Any]) -> Self:
+        """See `Drafter`."""
         other = copy.copy(self)
-        other._facts, other.runner = self.facts, runner
+        other._facts, other.runner = self.facts, make(self.assistant, self.facts)
         return other
 
     def or_known(self, known: Drafter | None) -> Drafter:

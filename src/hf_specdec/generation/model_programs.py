@@ -5,6 +5,7 @@ A program of the model is checked against the model's own forward before it is u
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -19,7 +20,6 @@ from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.fusion.fused import FUSING_DEVICES
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.trees.tree import TokenTree
@@ -166,8 +166,8 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
             try:
                 with persistent_tensors(), without_autocast(execution_device(model)):
                     other = drafter.compiled(model, mode)
-                    if isinstance(drafter, DraftModelDrafter) and mode == "kernels":
-                        other = drafter.with_runner(make_runner(drafter.assistant, drafter.facts, frozenset(), mode))
+                    if mode == "kernels":
+                        other = other.with_program(functools.partial(make_runner, layers=frozenset(), mode=mode))
             except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
                 if not error.is_lasting:
