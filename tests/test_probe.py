@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_specdec.generation import model_programs
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification import probe, trials
 from hf_specdec.verification.programs import CaptureError
+from hf_specdec.verification.recurrence import Branches
 from hf_specdec.verification.runners import ModelForward
 
 PLAIN = torch.ones(6, 4)
@@ -175,3 +177,42 @@ def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, mo
     facts = probe.inspect_target(small_bfloat16)
     assert not facts.supports_trees
     assert "at node 2 of [-1, 0, 0, 1]" in facts.chain_only_reason
+
+
+def test_a_nudge_shows_how_rounding_grows() -> None:
+    """In this model plain steps and one forward over all tokens have the same bits, which shows nothing."""
+    model = copy.deepcopy(zoo.build("qwen3_5_text")).to(torch.bfloat16)
+    with torch.no_grad():
+        run = trials.run_plainly(model, 3, 4)
+        whole = trials.run_whole(model, run.prompt, run.mask, run.answer)
+        nudged = trials.run_whole(model, run.prompt, run.mask, run.answer, nudges=True)
+    assert torch.equal(torch.stack(whole), torch.stack(run.logits))
+    moved = torch.stack([probe._distance(*pair) for pair in zip(nudged, whole, strict=True)])
+    assert 1e-3 < float(moved.median()) < 5e-2
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_5_text", torch.float32),
+        ("qwen3_5_text", torch.bfloat16),
+        ("bamba", torch.float32),
+        ("bamba", torch.bfloat16),
+        ("lfm2", torch.float32),  # in bfloat16 its short convolutions weigh less than rounding
+    ],
+)
+def test_a_node_that_continues_its_siblings_state_is_noticed(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_kept_file", lambda *_: None)
+    model, own = copy.deepcopy(zoo.build(name)).to(dtype), Branches.of
+    assert probe.inspect_target(model).supports_trees
+
+    def wrong(tree: TokenTree, known: int = 0) -> Branches:
+        parents = tree.parents.clone()
+        parents[..., 3:4] = torch.where(parents[..., 3:4] == 1, 2, parents[..., 3:4])
+        return own(replace(tree, parents=parents), known)
+
+    monkeypatch.setattr(Branches, "of", wrong)
+    assert "its logits at node 3" in probe.inspect_target(model).chain_only_reason

@@ -22,7 +22,7 @@ from hf_specdec.errors import CacheCapacityError
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
 SAME, INT8, INT8_ROUNDED = range(3)
-"""Forms of weights, as in products.h: of the dtype of x, or int8 with a scale per row, with x rounded or not."""
+"""Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 PROBE_ROWS = (1, 2, 7, 24)
@@ -36,21 +36,7 @@ ROUNDED_TOLERANCE = 2e-2
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
-    "multiply": [
-        _Long,
-        _Pointer,
-        _Long,
-        _Long,
-        _Pointer,
-        _Pointer,
-        _Pointer,
-        _Pointer,
-        _Long,
-        _Long,
-        _Pointer,
-        _Pointer,
-        _Long,
-    ],
+    "multiply": [_Long, _Pointer, *[_Long] * 2, *[_Pointer] * 4, *[_Long] * 2, *[_Pointer] * 2, _Long],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
     "run": [_Pointer, _Long, _Pointer, _Long, _Long],
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
@@ -480,12 +466,8 @@ def recur_tree(
     if kind == "mamba1":
         number, shared, key_dim, value_dim, y = 3, 1, key.shape[2], 1, value.new_empty(rows, heads, nodes)
     else:
-        number, (shared, key_dim), value_dim = (
-            2 if kind == "mamba2" else decay.dim() - 3,
-            key.shape[2:],
-            value.shape[3],
-        )
-        y = value.new_empty(value.shape)
+        number = 2 if kind == "mamba2" else decay.dim() - 3
+        (shared, key_dim), value_dim, y = key.shape[2:], value.shape[3], value.new_empty(value.shape)
     length, known_nodes, path, known = 0, 0, None, None
     if entered is not None:
         path, stash = entered[0].contiguous(), entered[1]

@@ -77,8 +77,10 @@ class KernelProducts(ReplaceProducts):
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
                 return None
-            with _disable_current_modes():  # a trace must not see how the parts of a weight are found
-                stored = stored_in_int8(weight)
+            stored = None
+            if type(weight) not in (Tensor, torch.nn.Parameter):
+                with _disable_current_modes():  # a trace must not see how the parts of a weight are found
+                    stored = stored_in_int8(weight)
             if stored is not None and can_multiply(x, stored.numbers, bias, stored.form):
                 return multiply(x, [stored.numbers], [bias], NO_ACTIVATION, None, [stored.scale], stored.form)
             return multiply(x, [weight], [bias], NO_ACTIVATION) if can_multiply(x, weight, bias) else None

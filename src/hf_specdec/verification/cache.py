@@ -202,9 +202,7 @@ class TreeCache(Cache):
         states: Mapping[int, RecurrentState] | None = None,
     ) -> None:  # fmt: skip
         self.store = KeyValueStore(layout, capacity, reserve) if store is None else store
-        self.states = {index: RecurrentState(number) for index, (number, _) in recurrent.items()}
-        if states is not None:
-            self.states = dict(states)
+        self.states = states or {index: RecurrentState(number) for index, (number, _) in recurrent.items()}
         layers = list[Any]()
         for index, entry in enumerate(layout):
             if index not in recurrent:
@@ -321,8 +319,8 @@ class TreeCache(Cache):
         """
         device = active.index.device
         lengths = self.lengths_on(device, len(self.lengths))
-        for memory in self.buffers:
-            memory.keep_rows(rows, self.start)
+        for buffer in self.buffers:
+            buffer.keep_rows(rows, self.start)
         for state in self.states.values():
             state.keep_rows(rows)
         kept = lengths[torch.tensor(rows, dtype=torch.long, device=device)]

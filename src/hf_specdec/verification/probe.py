@@ -167,7 +167,7 @@ class _Tried:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the plain run: of the path, and the one that is verified after the commit, if there is one."""
+        """Length of the plain run: the path, and one token more if that is verified after the commit."""
         return max(len(self.path), self.num_kept + self.tries_next)
 
     @property
@@ -293,7 +293,11 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             for count in texts:
                 run = plain(count, tried.num_tokens)
                 whole = run_whole(model, run.prompt, run.mask, run.answer)
-                rounding = [_rounding(again, once) for again, once in zip(whole, run.logits, strict=True)]
+                rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
+                if not all(distance.all() for distance in rounding):  # both happen to have the same bits
+                    nudged = run_whole(model, run.prompt, run.mask, run.answer, nudges=True)
+                    others = [_distance(moved, once) for moved, once in zip(nudged, whole, strict=True)]
+                    rounding = [torch.where(one > 0, one, other) for one, other in zip(rounding, others, strict=True)]
                 try:
                     return _probe(new_target(), tried, run, rounding, ROUNDING_FACTOR)
                 except _CannotVerifyError as refusal:
@@ -379,8 +383,8 @@ def _probe(
 EXACT = 3e-5
 """Largest relative distance allowed in float32 and float64 (largest measured, over 168 architectures: 5.6e-6)."""
 EXACT_STATES = 3e-4
-"""The same with recurrent layers, whose states carry rounding along (largest measured, over 21 architectures: 2.7e-5;
-a node that continued another one's state would be off by a tenth or more)."""
+"""The same with recurrent layers, whose states carry rounding along. The largest measured, over 21 architectures, is
+2.7e-5; the smallest if a node continues its sibling's state is 7e-3."""
 CLOSE = 4e-3
 """Relative distance of logits in half precision that decides by itself: one unit in the last place of bfloat16. The
 same products in other shapes often round alike, as on CPUs; a wrong mask or position moved SmolLM2's by 0.05."""
@@ -425,17 +429,6 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
 def exact_distance(config: Any) -> float:
     """Return the relative distance of logits in full precision that is allowed for a text configuration."""
     return EXACT_STATES if recurrent_layers(config) else EXACT
-
-
-def _rounding(again: Tensor, once: Tensor) -> Tensor:
-    """Return the rounding errors `[B]` of two forms of a forward, of which some rows may have the same bits by chance.
-
-    For these, which show nothing, it is the median of the others. (In bfloat16 it happens in models with recurrent
-    layers, whose states are in float32.)
-    """
-    distance = _distance(again, once)
-    measured = distance[distance > 0]
-    return torch.where(distance > 0, distance, measured.median()) if len(measured) else distance
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ class Updates:
         return Updates(decay, keys, values, self.rate)
 
     def first(self, rows: int, count: int | None = None) -> Updates:
-        """Return the updates of the first nodes (None: of all) in the first rows."""
+        """Return the first rows, and their first `count` nodes, or all nodes."""
         decay, keys, values = (part[:rows, :, :count] for part in (self.decay, self.keys, self.values))
         return Updates(decay, keys, values, self.rate)
 

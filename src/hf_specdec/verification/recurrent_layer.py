@@ -294,7 +294,8 @@ class BranchingLayer(LinearAttentionLayer):
 
     def begin_tree(self, branches: Branches) -> None:
         """Verify a tree from now on."""
-        self.branches, self._called, self._calls, self.has_run = branches, set[Any](), 0, False
+        self.branches, self.has_run, self.is_updated = branches, False, False
+        self.unfollowed, self.num_recurrences = set[int](), 0
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), False)
 
     def end_tree(self) -> None:
@@ -307,7 +308,7 @@ class BranchingLayer(LinearAttentionLayer):
             found: Tensor = super().update_conv_state(conv_states, state_idx, *args, **kwargs)
             return found
         self.has_run = True
-        self._called.add(("update", state_idx))
+        self.unfollowed.add(state_idx)
         _RUNNING.set((self, state_idx))
         return conv_states
 
@@ -316,25 +317,13 @@ class BranchingLayer(LinearAttentionLayer):
         if self.branches is None:
             found: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
             return found
-        self._called.add("state")
+        self.is_updated = True
         return recurrent_states
-
-    def convolution(
-        self, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-    ) -> Tensor:
-        """Return the convolution of the tree's new nodes."""
-        self._called.discard(("update", index))
-        return self.convolve(index, inputs, weight, bias, activation)
-
-    def recurrence(self, kind: str, inputs: Inputs, flag: bool) -> Tensor:
-        """Return the recurrence of the tree's new nodes."""
-        self._calls += 1
-        return self.recur(self._calls - 1, kind, inputs, flag)
 
     @property
     def is_followed(self) -> bool:
         """Whether the mixer has called the replaced functions for all that it has passed to the cache."""
-        return not self._called - {"state"} and ("state" not in self._called or self._calls > 0)
+        return not self.unfollowed and (self.num_recurrences > 0 or not self.is_updated)
 
     @abstractmethod
     def convolve(
@@ -354,11 +343,8 @@ class RecurrentLayer(BranchingLayer):
 
     def __init__(self, state: RecurrentState) -> None:
         self.state, self.number_of_states = state, state.number
-        self.conv_states, self.recurrent_states, self.has_previous_state = (
-            state.windows,
-            state.states,
-            state.has_previous,
-        )
+        self.conv_states, self.recurrent_states = state.windows, state.states
+        self.has_previous_state = state.has_previous
         numbers = range(state.number)
         self.is_conv_states_initialized = dict.fromkeys(numbers, False)
         self.is_recurrent_states_initialized = dict.fromkeys(numbers, False)
@@ -437,14 +423,21 @@ def _causal_conv1d(
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     layer, index = running
-    return layer.convolution(index, hidden_states, weight, bias, activation)
+    layer.unfollowed.discard(index)
+    return layer.convolve(index, hidden_states, weight, bias, activation)
+
+
+def _recur(running: Running, kind: str, inputs: Inputs, flag: bool) -> Tensor:
+    layer, _ = running
+    layer.num_recurrences += 1
+    return layer.recur(layer.num_recurrences - 1, kind, inputs, flag)
 
 
 def _delta_rule(
     running: Running, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any,
     use_qk_l2norm_in_kernel: bool = False, **__: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    output = running[0].recurrence("delta_rule", (query, key, value, g, beta), use_qk_l2norm_in_kernel)
+    output = _recur(running, "delta_rule", (query, key, value, g, beta), use_qk_l2norm_in_kernel)
     return output, output  # in place of the state, which the layer ignores
 
 
@@ -453,7 +446,7 @@ def _mamba2(
     D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     return_final_states: bool = False, **__: Any,
 ) -> Any:  # fmt: skip
-    output = running[0].recurrence("mamba2", (hidden_states, dt, A, B, C, D, dt_bias), dt_softplus)
+    output = _recur(running, "mamba2", (hidden_states, dt, A, B, C, D, dt_bias), dt_softplus)
     return (output, output) if return_final_states else output
 
 
@@ -462,7 +455,7 @@ def _mamba1(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    output = running[0].recurrence("mamba1", (hidden_states, dt, A, B, C, D, z, delta_bias), delta_softplus)
+    output = _recur(running, "mamba1", (hidden_states, dt, A, B, C, D, z, delta_bias), delta_softplus)
     return (output, output) if return_last_state else output
 
 

@@ -228,7 +228,8 @@ class CompiledForward(Runner):
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache, *, kept: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`; with `kept` `[K]`, return the logits of these nodes only."""
-        token, start = _RUNNING.set((forward, cache)), _seq_length(cache)
+        has_slots = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+        token, start = _RUNNING.set((forward, cache)), cache.get_seq_length() if has_slots else 0
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
             given = [tokens, positions, start]
@@ -265,11 +266,6 @@ class CompiledForward(Runner):
 
 _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("running", default=None)
 """Masks and cache of the compiled forward that runs in this thread."""
-
-
-def _seq_length(cache: Cache) -> Any:
-    """Return the slots before the new nodes; 0 if no layer has slots."""
-    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
 
 
 def _convolve(

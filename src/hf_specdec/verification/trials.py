@@ -166,8 +166,31 @@ def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> d
     return inputs
 
 
-def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return, for each of the tokens `[B, T]`, the logits `[B, V]` after it, by one forward without a cache."""
+def run_whole(
+    model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor, *, nudges: bool = False
+) -> list[Tensor]:
+    """Return, for each of the tokens `[B, T]`, the logits `[B, V]` after it, by one forward without a cache.
+
+    With `nudges`, half of the numbers that the embedding returns are larger by a unit in the last place.
+    """
+    embedding, thread = model.get_input_embeddings(), threading.get_ident()
+
+    def nudge(_module: Any, _inputs: Any, found: Any) -> Any:
+        if threading.get_ident() != thread or not isinstance(found, Tensor):
+            return found
+        factors = torch.ones_like(found)
+        factors[..., ::2] += torch.finfo(found.dtype).eps
+        return found * factors
+
+    handle = embedding.register_forward_hook(nudge) if nudges and embedding is not None else None
+    try:
+        return _run_whole(model, prompt, mask, tokens)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
     text = torch.cat([prompt, tokens], dim=-1)
     inputs = first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
     inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
