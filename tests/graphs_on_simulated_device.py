@@ -1097,7 +1097,7 @@ def test_exact_calls_run_one_graph_in_plain_steps_and_with_drafts(
     model: Any = attached(name).to(dtype)
     shapes, verify = list[Any](), GraphForward.verify
 
-    def noting(self: Any, inputs: Any, cache: Any) -> Any:
+    def noting(self: Any, inputs: Any, cache: Any, known: int = 0) -> Any:
         shapes.append((inputs.tree.num_nodes, len(inputs.tree.tokens), inputs.width))
         return verify(self, inputs, cache)
 
