@@ -197,7 +197,7 @@ static inline void add_product(Floats &sum, Floats w, Floats x) {
 // How weights W are read, `step` at a time, as `parts` vectors, and multiplied with rows of T, packed as numbers X.
 // `finish` makes floats of sums over lanes.
 struct FloatSums {
-    static constexpr bool has_scales = false, has_factors = false;
+    static constexpr bool is_packed = false, has_scales = false, has_factors = false;
     static Four total(Floats a, Floats b, Floats c, Floats d) { return sums(a, b, c, d); }
 };
 template <class W> struct Dot;
@@ -293,7 +293,7 @@ template <class Number> struct Widened : FloatSums {
 template <class Number> struct Integers {
     typedef Number T;
     typedef int8_t W;
-    static constexpr bool has_scales = true, has_factors = true;
+    static constexpr bool is_packed = false, has_scales = true, has_factors = true;
     static constexpr int parts = 1;
 #if defined(__AVX512VNNI__)  // multiplies unsigned with signed bytes: weights are moved up by 128
     typedef int8_t X;
