@@ -191,6 +191,7 @@ def test_imports_stand_at_the_top() -> None:
     }
     assert deferred == {
         ("reporting.palette", "matplotlib"),
+        ("generation.gguf_file", None),  # gguf
         ("fusion.fused", "hf_specdec.fusion"),  # kernels in Triton
         ("viz.tree_plots", "matplotlib"),
         ("bench.summary", "matplotlib.figure"),
