@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from command_line import error_line, run
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError, load_gguf
-from hf_specdec.cpu.packed import PackedWeight
+from hf_specdec.cpu.quantized import PackedWeight
 from hf_specdec.generation import gguf_file
 
 gguf = pytest.importorskip("gguf")

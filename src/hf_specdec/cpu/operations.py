@@ -5,8 +5,10 @@ All functions take bfloat16 or float32 tensors and compute no gradients. Calling
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,6 +42,8 @@ KINDS = {
 """Kinds of blocks, in the order of packed.h."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
+HUGE_PAGE = 2 << 20
+"""Bytes of one on x86. In them packed weights that are larger are read half as fast again, measured on an Intel Xeon."""
 PROBE_ROWS = (1, 2, 7, 24)
 """Rows of x in `product_error`: each tile size of the kernel is used."""
 PROBE_COLUMNS = 64
@@ -163,11 +167,23 @@ def row_size(weight: Tensor, form: int) -> int:
     return weight.shape[1] // block_of(form).here * block_of(form).numbers
 
 
+def _zeros(rows: int, size: int) -> Tensor:
+    """Return zeros, uint8 `[rows, size]`, in huge pages where the system has them: large weights are read faster."""
+    if rows * size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(rows, size, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, rows * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the system was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE
+    return whole[begin : begin + rows * size].view(rows, size)
+
+
 def pack_blocks(form: int, blocks: Tensor) -> Tensor:
     """Return GGUF blocks, uint8 `[N, bytes of a row]`, as packed.h lays them out, `[N, bytes of a row here]`."""
     block = block_of(form)
     count = blocks.shape[1] // block.in_file
-    packed = blocks.new_zeros(len(blocks), count * block.here)
+    packed = _zeros(len(blocks), count * block.here)
     function = load_library()[1].pack_blocks
     function.argtypes, function.restype = [_Long, _Pointer, _Long, _Long, _Pointer, _Long], _Long
     sizes = len(blocks), count * block.numbers

@@ -16,7 +16,8 @@
 
 #include "vectors.h"
 
-constexpr long GROUP = 32;
+constexpr long GROUP = 32;          // numbers
+constexpr long PACKED_AHEAD = 4096;  // bytes that are prefetched
 
 typedef int8_t SignedBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -45,9 +46,35 @@ template <bool SIGNED> static inline Floats small(const uint8_t *from) {
 #endif
 }
 
-// 32 numbers of a row of x: as they are, and their sums (of each half); or rounded, with a factor.
+// The largest of all lanes, and their sum.
+static inline float largest_lane(Floats some) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)some);
+#elif LANES == 8
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)some), _mm256_extractf128_ps((__m256)some, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    return vmaxvq_f32((float32x4_t)some);
+#endif
+}
+static inline float lane_sum(Floats some) { return sums(some, some, some, some)[0]; }
+static inline int32_t lane_sum(SignedWords some) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)some);
+#elif LANES == 8
+    const __m256i whole = (__m256i)some;
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    const __m128i two = _mm_hadd_epi32(four, four);
+    return _mm_cvtsi128_si32(_mm_hadd_epi32(two, two));
+#else
+    return vaddvq_s32((int32x4_t)some);
+#endif
+}
+
+// 32 numbers of a row of x: as they are, or rounded to integers, with a factor. Sums are those of both halves and of all.
 struct PlainGroup {
-    float numbers[GROUP], sums[2];
+    float numbers[GROUP], halves[2], whole;
     template <class T> void fill(const T *from) {
         for (int half = 0; half < 2; half++) {
             Floats sum = {};
@@ -56,14 +83,14 @@ struct PlainGroup {
                 store(numbers + i, some);
                 sum += some;
             }
-            sums[half] = 0;
-            for (int lane = 0; lane < LANES; lane++) sums[half] += sum[lane];
+            halves[half] = lane_sum(sum);
         }
+        whole = halves[0] + halves[1];
     }
 };
 struct RoundedGroup {
-    float factor;
-    int32_t sums[2];
+    float factor, whole;  // the sum times the factor
+    int32_t halves[2];
     int8_t numbers[GROUP];
     template <class T> void fill(const T *from) {
         Floats most = {};
@@ -71,21 +98,19 @@ struct RoundedGroup {
             const Floats some = floats(from + i), size = some < 0 ? -some : some;
             most = size > most ? size : most;
         }
-        float largest = 0;
-        for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+        const float largest = largest_lane(most), inverse = largest > 0 ? 127 / largest : 0;
         factor = largest / 127;
-        const float inverse = largest > 0 ? 127 / largest : 0;
         for (int half = 0; half < 2; half++) {
-            SignedWords sum = {};
+            SignedWords added = {};
             for (long i = half * 16; i < half * 16 + 16; i += LANES) {
                 const Floats shifted = floats(from + i) * inverse + 12582912.0f;  // rounds to whole numbers, ties to even
-                const SignedWords whole = (SignedWords)shifted - 0x4b400000;
-                *(SignedBytes *)(numbers + i) = __builtin_convertvector(whole, SignedBytes);
-                sum += whole;
+                const SignedWords integers = (SignedWords)shifted - 0x4b400000;
+                *(SignedBytes *)(numbers + i) = __builtin_convertvector(integers, SignedBytes);
+                added += integers;
             }
-            sums[half] = 0;
-            for (int lane = 0; lane < LANES; lane++) sums[half] += sum[lane];
+            halves[half] = lane_sum(added);
         }
+        whole = factor * (halves[0] + halves[1]);
     }
     int32_t four(int quad) const {
         int32_t result;
@@ -306,13 +331,14 @@ struct Products {
 #endif
 };
 
-// What the numbers `part` of a group are multiplied with, and what a minimum is multiplied with.
+// What the numbers `part` of a group are multiplied with.
 template <class K> static inline Floats scale_of(const uint8_t *group, int part, Floats scale) {
     if (!K::SUBSCALED) return scale;
     return scale * small<!K::MINIMA>(group + part * LANES);
 }
-template <class K> static inline Floats minimum_of(const uint8_t *group, Floats scale) {
-    return scale * small<false>(group + LANES);
+// What the sum of x is multiplied with: all numbers of a group are moved by ZERO, or have a minimum.
+template <class K> static inline Floats offset_of(const uint8_t *group, Floats scale, Floats of_minima) {
+    return K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : scale * -float(K::ZERO);
 }
 
 // Add a group's products with M rows to their sums; the scales are those of the block.
@@ -340,12 +366,12 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
                 }
             }
         }
-        const Floats of_part = scale_of<K>(group, part, scale);
+        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const float of_x = K::SCALED == 16 ? x[m].sums[part] : x[m].sums[0] + x[m].sums[1];
-            sum[m] = fused(of_part, even[m] + odd[m] - (K::ZERO ? K::ZERO * of_x : 0.0f), sum[m]);
-            if (K::MINIMA) sum[m] = fused(minimum_of<K>(group, of_minima), Floats{} - of_x, sum[m]);
+            sum[m] = fused(of_part, even[m] + odd[m], sum[m]);
+            const float of_x = K::SCALED == 16 ? x[m].halves[part] : x[m].whole;
+            if (K::ZERO || K::MINIMA) sum[m] = fused(offset, Floats{} + of_x, sum[m]);
         }
     }
 }
@@ -357,10 +383,10 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
     constexpr int most = Products::most(bits) < count ? Products::most(bits) : count;
 #pragma GCC unroll 2
     for (int part = 0; part < GROUP / K::SCALED; part++) {
-        const auto sum_of = [&](int m) { return K::SCALED == 16 ? x[m].sums[part] : x[m].sums[0] + x[m].sums[1]; };
         Products products[M];
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) products[m].begin(zero ? -zero * sum_of(m) : 0);
+        for (int m = 0; m < M; m++)
+            products[m].begin(zero ? -zero * (K::SCALED == 16 ? x[m].halves[part] : x[m].halves[0] + x[m].halves[1]) : 0);
 #pragma GCC unroll 8
         for (int q = part * count; q < part * count + count; q++) {
             Quad four = planes.quad(q);
@@ -371,12 +397,12 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) products[m].flush();
         }
-        const Floats of_part = scale_of<K>(group, part, scale);
+        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const Floats total = __builtin_convertvector((SignedWords)products[m].sum, Floats);
             sum[m] = fused(of_part * x[m].factor, total, sum[m]);
-            if (K::MINIMA) sum[m] = fused(minimum_of<K>(group, of_minima), Floats{} - x[m].factor * sum_of(m), sum[m]);
+            if (K::MINIMA) sum[m] = fused(offset, Floats{} + x[m].whole, sum[m]);
         }
     }
 }
@@ -391,8 +417,14 @@ static __attribute__((noinline)) void multiply_tiles(const uint8_t *w, long k, l
         const X *group = x;
         for (long b = 0; b < k / K::BLOCK; b++, w += K::BLOCK_BYTES) {
             const Floats scale = halves(w), of_minima = K::MINIMA ? halves(w + 2 * LANES) : Floats{};
-            for (int g = 0; g < K::BLOCK / GROUP; g++, group += apart)
-                add_group<K, M>(sum, w + K::HEAD + g * K::GROUP_BYTES, scale, of_minima, group);
+            for (int g = 0; g < K::BLOCK / GROUP; g++, group += apart) {
+                const uint8_t *const numbers = w + K::HEAD + g * K::GROUP_BYTES;
+                if (use_prefetch)
+#pragma GCC unroll 10
+                    for (long line = 0; line < (K::GROUP_BYTES + 63) / 64; line++)
+                        __builtin_prefetch(numbers + PACKED_AHEAD + 64 * line, 0, 3);
+                add_group<K, M>(sum, numbers, scale, of_minima, group);
+            }
         }
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)

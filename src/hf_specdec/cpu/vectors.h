@@ -76,6 +76,9 @@ struct Guard {
 #define KEEP(vector) asm volatile("" : "+w"(vector))
 #endif
 
+// Whether streams are prefetched. On an AMD Zen 3, hardware alone reads nearly twice as fast.
+static bool use_prefetch = true;
+
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));

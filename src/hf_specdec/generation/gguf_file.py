@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from hf_specdec.cpu.packed import PackedWeight
+from hf_specdec.cpu.quantized import PackedWeight
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, UnsupportedModelError, listed, translated
 from hf_specdec.transformers_private import set_model_name
 
