@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
-from hf_specdec.cpu.operations import KINDS
+from hf_specdec.cpu.operations import BLOCKS
 from hf_specdec.cpu.quantized import PackedWeight, stored_weight
 
 gguf = pytest.importorskip("gguf")
@@ -25,7 +25,7 @@ SCALES = {"Q4_0": 0.02, "Q5_0": 0.01, "Q8_0": 0.001, "Q4_K": 0.0004, "Q6_K": 0.0
 
 def random_blocks(kind: str, rows: int, size: int, seed: int = 0) -> np.ndarray[Any, Any]:
     """Any bytes are numbers of a block; its 16-bit scales must not be infinite. Some are too small to be normal."""
-    generator, block = np.random.default_rng(seed), KINDS[kind]
+    generator, block = np.random.default_rng(seed), BLOCKS[kind]
     raw = generator.integers(0, 256, (rows, size // block.numbers, block.in_file), dtype=np.uint8)
     for place, scale in {"Q6_K": [(208, 1)], "Q4_K": [(0, 1), (2, 7)]}.get(kind, [(0, 1)]):
         drawn = generator.random(raw.shape[:2]) * SCALES[kind] * scale * np.sign(generator.random(raw.shape[:2]) - 0.1)
@@ -52,14 +52,15 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
     """Rows equal those of gguf's own package; products those of these rows; a row's bits depend on no other row."""
     for rows, size in ((16, 256), (144, 1536), (2064, 512)):
         weight = packed(kind, rows, size, dtype)
         numbers = gguf.quants.dequantize(random_blocks(kind, rows, size), gguf.GGMLQuantizationType[kind])
         wide = torch.from_numpy(numbers.astype(np.float32))
-        assert weight.shape == (rows, size) and weight.dtype == dtype
+        assert weight.shape == (rows, size)
+        assert weight.dtype == dtype
         assert torch.equal(weight.dequantize(), wide.to(dtype))
         ids = torch.randint(rows, (2, 3), generator=torch.Generator().manual_seed(0))
         assert torch.equal(functional.embedding(ids, weight), wide.to(dtype)[ids])
@@ -86,13 +87,18 @@ def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
 def test_what_torch_does_with_one() -> None:
     weight = nn.Parameter(packed("Q4_K", 32, 512, torch.float32), requires_grad=False)
     wide, x = weight.dequantize(), torch.randn(2, 512)
-    assert isinstance(weight, PackedWeight) and "Q4_K" in repr(weight.data)
+    assert isinstance(weight, PackedWeight)
+    assert "Q4_K" in repr(weight.data)
     for kept in (weight.detach(), copy.deepcopy(weight), weight.to("cpu"), weight.clone()):
-        assert isinstance(kept, PackedWeight) and torch.equal(kept.dequantize(), wide)
+        assert isinstance(kept, PackedWeight)
+        assert torch.equal(kept.dequantize(), wide)
     half = weight.to(torch.bfloat16)
-    assert isinstance(half, PackedWeight) and torch.equal(half.dequantize(), wide.bfloat16())
-    assert torch.equal(weight[3:5], wide[3:5]) and torch.equal(weight + 1, wide + 1)
-    assert type(weight.to(torch.float64)) is Tensor and torch.equal(weight.to(torch.float64), wide.double())
+    assert isinstance(half, PackedWeight)
+    assert torch.equal(half.dequantize(), wide.bfloat16())
+    assert torch.equal(weight[3:5], wide[3:5])
+    assert torch.equal(weight + 1, wide + 1)
+    assert type(weight.to(torch.float64)) is Tensor
+    assert torch.equal(weight.to(torch.float64), wide.double())
     assert torch.equal(x @ weight.T, x @ wide.T)
     learned = x.clone().requires_grad_()
     functional.linear(learned, weight).sum().backward()
@@ -102,10 +108,11 @@ def test_what_torch_does_with_one() -> None:
 
 
 def test_which_weights_stay_packed() -> None:
-    assert all(PackedWeight.supports(kind, 48, 256) for kind in KINDS)
+    assert all(PackedWeight.supports(kind, 48, 256) for kind in BLOCKS)
     assert not PackedWeight.supports("Q4_1", 48, 256)
     assert not PackedWeight.supports("Q8_0", 49155, 256)
-    assert not PackedWeight.supports("Q4_K", 48, 96) and PackedWeight.supports("Q8_0", 48, 96)
+    assert not PackedWeight.supports("Q4_K", 48, 96)
+    assert PackedWeight.supports("Q8_0", 48, 96)
 
 
 def packed_model(family: str, dtype: torch.dtype, round_activations: bool) -> Any:
@@ -120,7 +127,7 @@ def packed_model(family: str, dtype: torch.dtype, round_activations: bool) -> An
         LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
     )
     model = model.to(dtype).eval()
-    kinds = itertools.cycle(KINDS)
+    kinds = itertools.cycle(BLOCKS)
     of_name: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and not (name == "lm_head" and family == "llama"):
@@ -142,7 +149,8 @@ def test_models(family: str, dtype: torch.dtype, round_activations: bool) -> Non
     own = model.generate(ids, **options)
     plain = model.generate(ids, speculative={"method": "plain", "compile": "kernels"}, **options)
     runner = model._speculation.programs["kernels"].runner
-    assert runner.reads_prompts and not runner.inexact
+    assert runner.reads_prompts
+    assert not runner.inexact
     if dtype == torch.float32:
         assert torch.equal(plain, own) or round_activations
         assert torch.equal(model.generate(ids, speculative="auto", **options), own)

@@ -24,7 +24,7 @@ DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
 SAME, INT8, INT8_ROUNDED, PACKED = range(4)
 """Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8; and from
-here on blocks of one of `KINDS`, twice its place, plus 1 if x is rounded to int8."""
+here on blocks of one of `BLOCKS`, twice its place, plus 1 if x is rounded to int8."""
 
 
 class Block(NamedTuple):
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     here: int  # bytes as packed.h lays them out
 
 
-KINDS = {
+BLOCKS = {
     "Q4_0": Block(32, 18, 18), "Q5_0": Block(32, 22, 22), "Q8_0": Block(32, 34, 34), "Q4_K": Block(256, 144, 148),
     "Q6_K": Block(256, 210, 210),
 }  # fmt: skip
@@ -43,7 +43,7 @@ KINDS = {
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 HUGE_PAGE = 2 << 20
-"""Bytes of one on x86. In them packed weights that are larger are read half as fast again, measured on an Intel Xeon."""
+"""Bytes of one on x86. Larger packed weights lie in them: an Intel Xeon reads half as fast again (measured)."""
 PROBE_ROWS = (1, 2, 7, 24)
 """Rows of x in `product_error`: each tile size of the kernel is used."""
 PROBE_COLUMNS = 64
@@ -135,7 +135,7 @@ def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> in
 
 
 def can_multiply(x: Any, weight: Any, bias: Any, form: int = SAME) -> bool:
-    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype but for quantised weights."""
+    """Whether `linear` supports these inputs: plain tensors on the CPU, of one dtype except for quantised weights."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     return (
         all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
@@ -157,7 +157,7 @@ def is_rounded(form: int) -> bool:
 
 def block_of(form: int) -> Block:
     """Return the kind of block of a form from `PACKED` on."""
-    return list(KINDS.values())[(form - PACKED) // 2]
+    return list(BLOCKS.values())[(form - PACKED) // 2]
 
 
 def row_size(weight: Tensor, form: int) -> int:

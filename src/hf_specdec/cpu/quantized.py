@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from hf_specdec.cpu.operations import (
+    BLOCKS,
     DTYPES,
     INT8,
     INT8_ROUNDED,
-    KINDS,
     NO_ACTIVATION,
     PACKED,
     define_operations,
@@ -51,7 +51,7 @@ class PackedWeight(Tensor):
     @staticmethod
     def supports(kind: str, rows: int, size: int) -> bool:
         """Whether a weight `[rows, size]` in blocks of a kind, such as `"Q4_K"`, can stay packed."""
-        return kind in KINDS and rows % TILE == 0 and size % KINDS[kind].numbers == 0
+        return kind in BLOCKS and rows % TILE == 0 and size % BLOCKS[kind].numbers == 0
 
     @classmethod
     def from_gguf(cls, blocks: Tensor, kind: str, dtype: torch.dtype, round_activations: bool = False) -> PackedWeight:
@@ -63,8 +63,8 @@ class PackedWeight(Tensor):
             dtype: bfloat16 or float32, in which products are computed.
             round_activations: Round what it is multiplied with to int8, 32 numbers at a time.
         """
-        form = PACKED + 2 * list(KINDS).index(kind) + round_activations
-        size = blocks.shape[1] // KINDS[kind].in_file * KINDS[kind].numbers
+        form = PACKED + 2 * list(BLOCKS).index(kind) + round_activations
+        size = blocks.shape[1] // BLOCKS[kind].in_file * BLOCKS[kind].numbers
         return cls(pack_blocks(form, blocks.contiguous()), size, form, dtype)
 
     def dequantize(self) -> Tensor:
@@ -77,21 +77,25 @@ class PackedWeight(Tensor):
         found: Tensor = torch.ops.hf_specdec_cpu.unpack(self.blocks, ids, self.form, self.dtype)
         return found
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Name kind, shape and dtype."""
-        kind = list(KINDS)[(self.form - PACKED) // 2]
+        kind = list(BLOCKS)[(self.form - PACKED) // 2]
         return f"PackedWeight({kind}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Read the blocks where that can be done."""
+        """Read the blocks, if that can be done."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors, unless `__torch_dispatch__` keeps them
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # results are plain tensors, unless `__torch_dispatch__` keeps them
             found = _READING[func](*args, **kwargs) if func in _READING else NotImplemented
             return func(*args, **kwargs) if found is NotImplemented else found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         """Keep the blocks in another tensor, or compute with the dequantised weight."""
         kwargs = kwargs or {}
         if func in _KEEPING:
@@ -119,9 +123,13 @@ def _getitem(weight: Any, index: Any) -> Any:
     return weight.rows(index) if is_ids else NotImplemented
 
 
-aten = torch.ops.aten
-_READING = {functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem}
-_KEEPING = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
+_READING: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem,
+}  # fmt: skip
+_KEEPING = {
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,6 +383,14 @@ def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
     of_biases = tuple(None if bias is None else places[bias] for bias in biases)
     sizes = tuple(len(weight.meta["val"]) for weight in weights)
     return ChainStep(
-        places[x], of_weights, k, size, of_biases, sizes, activation, residual, form=form,
+        places[x],
+        of_weights,
+        k,
+        size,
+        of_biases,
+        sizes,
+        activation,
+        residual,
+        form=form,
         scales=tuple(places[one] for one in scales or ()),
     )

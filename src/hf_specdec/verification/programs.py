@@ -25,10 +25,10 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
 from hf_specdec.cpu.operations import (
     DTYPES,
-    is_rounded,
     PRODUCT_TOLERANCE,
     ROUNDED_TOLERANCE,
     SAME,
+    is_rounded,
     product_error,
 )
 from hf_specdec.cpu.rewrite import KernelProducts, call_functions, inexact_operations, join_steps, use_kernels
