@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3040, "cli": 2525, "control": 1086, "cpu": 1575,
-    "drafters": 6018, "fusion": 761, "generation": 3253, "heads": 2798, "reporting": 375, "training": 4245,
-    "trees": 681, "verification": 6717, "viz": 996,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1086, "cpu": 1802,
+    "drafters": 6022, "fusion": 761, "generation": 3613, "heads": 2798, "reporting": 375, "training": 4245,
+    "trees": 681, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1422
@@ -191,6 +191,7 @@ def test_imports_stand_at_the_top() -> None:
     }
     assert deferred == {
         ("reporting.palette", "matplotlib"),
+        ("generation.gguf_file", None),  # gguf
         ("fusion.fused", "hf_specdec.fusion"),  # kernels in Triton
         ("viz.tree_plots", "matplotlib"),
         ("bench.summary", "matplotlib.figure"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from hf_specdec.generation.auto import AutoSpeculativeModelForCausalLM
+    from hf_specdec.generation.gguf_file import load_gguf
     from hf_specdec.generation.loading import model_and_head, packaged_model
     from hf_specdec.generation.mixin import SpeculativeGenerationMixin
     from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
@@ -80,6 +81,7 @@ __all__ = [
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "export_head",
+    "load_gguf",
     "load_head",
     "model_and_head",
     "packaged_model",
@@ -104,6 +106,7 @@ _MODULES = {
         "UnsupportedModelError",
     ),
     "hf_specdec.generation.auto": ("AutoSpeculativeModelForCausalLM",),
+    "hf_specdec.generation.gguf_file": ("load_gguf",),
     "hf_specdec.generation.loading": ("model_and_head", "packaged_model"),
     "hf_specdec.generation.mixin": ("SpeculativeGenerationMixin",),
     "hf_specdec.heads.dflash": ("DFlashConfig", "DFlashHead"),

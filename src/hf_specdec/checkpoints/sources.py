@@ -20,7 +20,7 @@ from hf_specdec.records import Fields, checked_path, existing_path, read_json
 CONFIG_NAME = "config.json"
 
 EXPECTED_HEAD = "Use a directory with config.json and weights, or a Hub id."
-EXPECTED_MODEL = "Give a model's directory or its Hub id."
+EXPECTED_MODEL = "Give a model's directory, its Hub id or a GGUF file."
 CONNECT = "Connect to the Hub, or give the directory of a downloaded model."
 """What to do if a model's Hub id is given, but the Hub cannot be reached."""
 
@@ -36,13 +36,27 @@ def head_directory(name: str | Path) -> Path | None:
 
 
 def model_directory(name: str) -> Path | None:
-    """Return the directory of a model, with `~` expanded; None if the name may be a Hub id."""
+    """Return the directory or GGUF file of a model, with `~` expanded; None if the name may be a Hub id."""
+    if is_gguf(name):
+        return _gguf_file(name)
     folder = _directory(name, "model", EXPECTED_MODEL)
     if folder is not None and not (folder / CONFIG_NAME).is_file():
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: the directory holds no config.json.", EXPECTED_MODEL
         )
     return folder
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Whether a name is that of a GGUF file, by its suffix."""
+    return str(source).endswith(".gguf")
+
+
+def _gguf_file(name: str) -> Path:
+    path = checked_path(os.path.expanduser(name), CheckpointFormatError)
+    if not path.is_file():
+        raise CheckpointFormatError(f"The model {name!r} cannot be loaded: there is no such file.", EXPECTED_MODEL)
+    return path
 
 
 def _directory(name: str | Path, what: str, expected: str) -> Path | None:

@@ -384,7 +384,7 @@ class MergePolicy:
         self, learned: LearnedStats, step_costs: StepCostFunction | None, batch_size: int, *, reads_are_free: bool
     ) -> None:
         self._learned, self._step_costs, self._batch_size = learned, step_costs, batch_size
-        self._stops_heads = reads_are_free
+        self.stops_heads = reads_are_free
         self._costs: tuple[float, ...] = ()
         self._free_seconds = 0.0  # of querying and updating the free sources, a moving average
         self.without: Width | None = None
@@ -437,7 +437,7 @@ class MergePolicy:
 
     def schedule(self, name: str, num_steps: int, *, launches: bool) -> HeadSchedule:
         """Return the schedule of a head with this depth; `launches`: it drafts before the host reads the last step."""
-        full_depth_only = self._stops_heads or launches
+        full_depth_only = self.stops_heads or launches
         return self._learned.schedule(name, self._batch_size, num_steps, full_depth_only=full_depth_only)
 
     def choose_query(self, schedule: HeadSchedule, without: Width | None, active_rows: int) -> QueryStats | None:
@@ -455,4 +455,4 @@ class MergePolicy:
 
         0.0 (no minimum) if reading the device is not free or costs are unknown.
         """
-        return schedule.level_seconds * without.rate if self._stops_heads and self._costs else 0.0
+        return schedule.level_seconds * without.rate if self.stops_heads and self._costs else 0.0

@@ -29,6 +29,11 @@ template <class Function> static long status(const Function &function) {
                      threads);                                                                                         \
         });                                                                                                            \
     }                                                                                                                  \
+    long unpack_##bits(long form, const uint8_t *w, long k, const int64_t *ids, long count, T *y, long threads) {         \
+        return status([&] {                                                                                            \
+            with_kind((form - PACKED) / 2, [&](auto kind) { unpack<decltype(kind)>(w, k, ids, count, y, threads); });  \
+        });                                                                                                            \
+    }                                                                                                                  \
     long normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \
         return status([&] { normalize(x, rows, k, weight, wide, eps, early, y, threads); });                           \
@@ -73,6 +78,13 @@ template <class Function> static long status(const Function &function) {
 extern "C" {
 BOTH(bf16, 16)
 BOTH(float, 32)
+
+// GGUF blocks of rows [N, K], N divisible by 16, as `packed.h` lays them out, of as many bytes or a few more.
+long pack_blocks(long form, const uint8_t *from, long rows, long k, uint8_t *to, long threads) {
+    return status([&] {
+        with_kind((form - PACKED) / 2, [&](auto kind) { pack<decltype(kind)>(from, rows, k, to, threads); });
+    });
+}
 
 // Decide whether products of bfloat16 use the processor's instructions for pairs: 1 yes, 0 no, -1 unless they are slower
 // by a tenth or more (if both are about as fast, noise does not decide). Returns whether they do.

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
-HEADERS = "attention.h", "blocks.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h"
+HEADERS = "attention.h", "blocks.h", "packed.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", *HEADERS))
 """The file to compile, and those that it includes."""
 FUNCTIONS = (
@@ -100,8 +100,9 @@ class InstructionSet:
     options: tuple[str, ...]  # of the compiler
 
 
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx2"})
-_AVX512_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2")
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AVX512_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2", "-mf16c")
 INSTRUCTION_SETS = (
     InstructionSet(
         "avx512_bf16",
@@ -110,7 +111,7 @@ INSTRUCTION_SETS = (
         (*_AVX512_OPTIONS, "-mavx512bf16", "-mavx512vnni"),
     ),
     InstructionSet("avx512", "x86_64", _AVX512, _AVX512_OPTIONS),
-    InstructionSet("avx2", "x86_64", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+    InstructionSet("avx2", "x86_64", _AVX2, ("-mavx2", "-mfma", "-mf16c")),
     InstructionSet("arm_bf16", "aarch64", frozenset({"bf16", "asimd"}), ("-march=armv8.2-a+bf16",)),
     InstructionSet("arm", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )
@@ -143,7 +144,7 @@ def _features_by_torch() -> frozenset[str]:
     if _machine() == "aarch64":
         return frozenset({"asimd", "bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else {"asimd"})
     level = torch.backends.cpu.get_cpu_capability()
-    found = set(_AVX512 if level == "AVX512" else {"avx2", "fma"} if level == "AVX2" else ())
+    found = set(_AVX512 if level == "AVX512" else _AVX2 if level == "AVX2" else ())
     for name, has in (
         ("avx512_bf16", "_is_avx512_bf16_supported"),
         ("avx512_vnni", "_is_vnni_supported"),

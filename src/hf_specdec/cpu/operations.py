@@ -5,12 +5,13 @@ All functions take bfloat16 or float32 tensors and compute no gradients. Calling
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,28 @@ from hf_specdec.errors import CacheCapacityError
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
-SAME, INT8, INT8_ROUNDED = range(3)
-"""Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8."""
+SAME, INT8, INT8_ROUNDED, PACKED = range(4)
+"""Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8; and from
+here on blocks of one of `BLOCKS`, twice its place, plus 1 if x is rounded to int8."""
+
+
+class Block(NamedTuple):
+    """A kind of GGUF block."""
+
+    numbers: int
+    in_file: int  # bytes
+    here: int  # bytes as packed.h lays them out
+
+
+BLOCKS = {
+    "Q4_0": Block(32, 18, 18), "Q5_0": Block(32, 22, 22), "Q8_0": Block(32, 34, 34), "Q4_K": Block(256, 144, 148),
+    "Q6_K": Block(256, 210, 210),
+}  # fmt: skip
+"""Kinds of blocks, in the order of packed.h."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
+HUGE_PAGE = 2 << 20
+"""Bytes of one on x86. Larger packed weights lie in them: an Intel Xeon reads half as fast again (measured)."""
 PROBE_ROWS = (1, 2, 7, 24)
 """Rows of x in `product_error`: each tile size of the kernel is used."""
 PROBE_COLUMNS = 64
@@ -37,6 +56,7 @@ ROUNDED_TOLERANCE = 2e-2
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, list[Any]] = {
     "multiply": [_Long, _Pointer, *[_Long] * 2, *[_Pointer] * 4, *[_Long] * 2, *[_Pointer] * 2, _Long],
+    "unpack": [_Long, _Pointer, _Long, _Pointer, _Long, _Pointer, _Long],
     "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
     "run": [_Pointer, _Long, _Pointer, _Long, _Long],
     "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
@@ -114,57 +134,73 @@ def _check_status(name: str, status: int, _function: Any, _arguments: Any) -> in
 # ----------------------------------------------------------------------------------------------- products
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """A weight in int8 `[N, K]`, its scales, float32 `[N]`, and whether it is multiplied with rounded rows."""
-
-    numbers: Tensor
-    scale: Tensor
-    form: int
-
-
-def stored_in_int8(weight: Any) -> Int8Weight | None:
-    """Return the parts of a quantised weight of torchao or quanto that `linear` can multiply; None for all others."""
-    kind = type(weight)
-    if kind.__name__ == "Int8Tensor" and kind.__module__.startswith("torchao."):
-        rows, form = weight.act_quant_kwargs, INT8
-        if rows is not None:
-            is_plain = rows.mapping_type.name == "SYMMETRIC" and type(rows.granularity).__name__ == "PerRow"
-            if not is_plain or rows.reduce_range:
-                return None
-            form = INT8_ROUNDED
-        if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
-            return None
-        numbers, scale, shift = weight.qdata, weight.scale, weight.zero_point
-        if (
-            numbers.dim() != 2
-            or list(weight.block_size) != [1, numbers.shape[1]]
-            or (shift is not None and shift.any())
-        ):
-            return None
-    elif kind.__name__ == "WeightQBytesTensor" and kind.__module__.startswith("optimum.quanto."):
-        numbers, scale, form = weight._data, weight._scale, INT8
-        if numbers.dtype != torch.int8 or weight.axis != 0 or weight.activation_qtype is not None:
-            return None
-    else:
-        return None
-    return Int8Weight(numbers, scale.detach().float().flatten(), form) if scale.numel() == len(numbers) else None
-
-
 def can_multiply(x: Any, weight: Any, bias: Any, form: int = SAME) -> bool:
-    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype, or weights in int8."""
+    """Whether `linear` supports these inputs: plain tensors on the CPU, of one dtype except for quantised weights."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     return (
         all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
         and x.dtype in DTYPES
         and all(tensor.dtype == x.dtype for tensor in (x, *tensors[2:]))
-        and weight.dtype == (x.dtype if form == SAME else torch.int8)
+        and weight.dtype == (x.dtype if form == SAME else torch.int8 if form < PACKED else torch.uint8)
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
-        and x.shape[-1:] == weight.shape[1:]
+        and x.shape[-1] == row_size(weight, form)
         and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1]))
     )
+
+
+def is_rounded(form: int) -> bool:
+    """Whether weights of a form are multiplied with rows that are rounded to int8."""
+    return form == INT8_ROUNDED or (form >= PACKED and (form - PACKED) % 2 == 1)
+
+
+def block_of(form: int) -> Block:
+    """Return the kind of block of a form from `PACKED` on."""
+    return list(BLOCKS.values())[(form - PACKED) // 2]
+
+
+def row_size(weight: Tensor, form: int) -> int:
+    """Return K, how many numbers a row of a stored weight has."""
+    if form < PACKED:
+        return weight.shape[1]
+    return weight.shape[1] // block_of(form).here * block_of(form).numbers
+
+
+def _zeros(rows: int, size: int) -> Tensor:
+    """Return zeros, uint8 `[rows, size]`, in huge pages where the system has them: large weights are read faster."""
+    if rows * size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(rows, size, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, rows * size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the system was built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE
+    return whole[begin : begin + rows * size].view(rows, size)
+
+
+def pack_blocks(form: int, blocks: Tensor) -> Tensor:
+    """Return GGUF blocks, uint8 `[N, bytes of a row]`, as packed.h lays them out, `[N, bytes of a row here]`."""
+    block = block_of(form)
+    count = blocks.shape[1] // block.in_file
+    packed = _zeros(len(blocks), count * block.here)
+    function = load_library()[1].pack_blocks
+    function.argtypes, function.restype = [_Long, _Pointer, _Long, _Long, _Pointer, _Long], _Long
+    sizes = len(blocks), count * block.numbers
+    function(form, blocks.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
+    return packed
+
+
+def unpack(weight: Tensor, ids: Tensor, form: int, dtype: torch.dtype) -> Tensor:
+    """Return rows `[*ids, K]` of blocks as packed.h lays them out, in bfloat16 or float32."""
+    size, ids = row_size(weight, form), ids.long().contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight):
+        raise IndexError(f"Ids must be from 0 to {len(weight) - 1}; there are {int(ids.min())} to {int(ids.max())}.")
+    rows = weight.new_empty(*ids.shape, size, dtype=dtype)
+    functions_for(dtype).unpack(
+        form, weight.data_ptr(), size, ids.data_ptr(), ids.numel(), rows.data_ptr(), torch.get_num_threads()
+    )
+    return rows
 
 
 def linear(
@@ -217,11 +253,13 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
 def product_error(weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None, form: int = SAME) -> float:
     """Return the largest relative distance of the kernel's products with some rows of a weight `[N, K]` from exact.
 
-    x has the given dtype; `scale` and `form` are those of a weight in int8.
+    x has the given dtype; `scale` and `form` are those of a quantised weight.
     """
-    size = weight.shape[1]
-    wide = weight.float() if scale is None else weight * scale[:, None]
-    checked = torch.cat([wide[:PROBE_COLUMNS], wide[-PROBE_COLUMNS:]])
+    size, count = row_size(weight, form), len(weight)
+    ends = torch.arange(count, device="cpu")
+    ends = torch.cat([ends[:PROBE_COLUMNS], ends[-PROBE_COLUMNS:]])
+    checked = unpack(weight, ends, form, torch.float32) if form >= PACKED else weight[ends].float()
+    checked = checked if scale is None else checked * scale[ends, None]
     errors = []
     for rows in PROBE_ROWS:
         numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
@@ -509,6 +547,8 @@ def define_operations() -> torch.library.Library:
     for schema, function, shape in (
         ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation, "
          "Tensor? residual=None, Tensor[]? scales=None, int form=0) -> Tensor", linear, _shape_of_linear),
+        ("unpack(Tensor weight, Tensor ids, int form, ScalarType dtype) -> Tensor", unpack,
+         lambda weight, ids, form, dtype: weight.new_empty(*ids.shape, row_size(weight, form), dtype=dtype)),
         ("rms_norm(Tensor x, Tensor weight, float eps, bool early) -> Tensor", rms_norm,
          lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, *_: x.new_empty(x.shape)),

@@ -19,7 +19,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "packed.h"
 
 // What a row is multiplied with that was rounded to integers, and the sum of these.
 struct Factor {
@@ -92,9 +92,6 @@ constexpr long FEW_ROWS = LANES == 8 ? 3 : 4;        // most rows for which W is
 constexpr long STREAM_X = 24 << 10;                  // and most bytes of them
 constexpr long MANY_ROWS = 256;                      // rows of x that are packed at a time
 constexpr long AHEAD = 1024;                         // bytes of a stream that are prefetched
-
-// Whether streams are prefetched. On an AMD Zen 3, hardware alone reads nearly twice as fast.
-static bool use_prefetch = true;
 
 // What is prefetched meanwhile, a line after the other.
 struct Ahead {
@@ -264,13 +261,22 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
         if (residual) residual += MANY_ROWS * total;
     }
     if (!rows) return;
-    const Rows<D> input(x, rows, k);
-    const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
-    const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
-    const bool in_streams = rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
-    const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / long(k * sizeof(W)) / 12 * 12));
-    const long several = rows <= MOST ? SMALL_PANEL : fitting;  // a panel is read once: what is before it is not prefetched
-    const long height = in_streams ? std::max<long>(1, last - first) : several, each = group_size(rows);
+    const long each = group_size(rows), pitch = [k] {  // bytes of a row of weights
+        if constexpr (D::is_packed) return D::row_bytes(k);
+        else return k * long(sizeof(W));
+    }();
+    const auto input = [&] {
+        if constexpr (D::is_packed) return PackedRows<D>(x, rows, k, each);
+        else return Rows<D>(x, rows, k);
+    }();
+    const long unit = D::is_packed ? LANES : 8, blocks = (total + unit - 1) / unit;
+    const long thread = omp_get_thread_num(), all = omp_get_num_threads();
+    const long first = blocks * thread / all * unit, last = std::min(blocks * (thread + 1) / all * unit, total);
+    const bool in_streams = D::is_packed ? rows <= MOST
+                            : rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
+    const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / pitch / 12 * 12));
+    const long several = D::is_packed ? PANEL : rows <= MOST ? SMALL_PANEL : fitting;  // a panel is read once: what is before it is not prefetched
+    const long height = in_streams ? std::max<long>(1, last - first) : several;
     const long space = (height + LANES - 1) / LANES * LANES + LANES;
     static thread_local std::vector<float> made;
     if (made.size() < size_t(2 * each * space)) made.resize(2 * each * space);
@@ -279,12 +285,15 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
     for (long i = 0; i < (activation ? 1 : count); base += sizes[i++]) {
         const long end = std::min(last - base, sizes[i]);
         for (long n = std::max<long>(first - base, 0); n < end; n += height) {
-            const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * k * long(sizeof(W)) / 64;
+            const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * pitch / 64;
             for (long m = 0; m < rows; m += each) {
                 const long some = std::min(each, rows - m), offset = lines * m / rows, here = lines * (m + some) / rows - offset;
                 const auto multiply = [&](const W *w, float *to) {
-                    multiply_rows<D>(w + n * k, k, size, input.data + m * input.stride, input.stride, some, to, space,
-                                     in_streams, {(const char *)(w + (n + size) * k) + 64 * offset, here});
+                    const auto *const x_here = input.data + m * input.stride;
+                    if constexpr (D::is_packed) D::multiply(w + n * pitch, k, size, x_here, each, some, to, space);
+                    else
+                        multiply_rows<D>(w + n * k, k, size, x_here, input.stride, some, to, space, in_streams,
+                                         {(const char *)(w + (n + size) * k) + 64 * offset, here});
                 };
                 multiply(weights[i], out);
                 if (activation) multiply(weights[1], other);
@@ -321,12 +330,19 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
 static bool use_pairs = false;
 
 // How weights are stored, and what they are multiplied with.
-enum Weights : long { SAME, INT8, INT8_ROUNDED };
+// From `PACKED` on, see `with_kind`.
+enum Weights : long { SAME, INT8, INT8_ROUNDED, PACKED };
 
 template <class T, class... Given>
 static inline void share(Weights form, const T *x, long rows, long k, Given... given) {
     if (form == INT8) return multiply_share<Widened<T>>(x, rows, k, given...);
     if (form == INT8_ROUNDED) return multiply_share<Integers<T>>(x, rows, k, given...);
+    if (form >= PACKED)
+        return with_kind((form - PACKED) / 2, [&](auto kind) {
+            typedef decltype(kind) K;
+            if ((form - PACKED) % 2) multiply_share<Packed<T, K, RoundedGroup>>(x, rows, k, given...);
+            else multiply_share<Packed<T, K, PlainGroup>>(x, rows, k, given...);
+        });
 #if defined(HAS_PAIRS)
     if constexpr (std::is_same_v<T, bf16>)
         if (use_pairs) return multiply_share<Pairs>(x, rows, k, given...);

@@ -32,8 +32,8 @@ from hf_specdec.cpu.operations import (
     can_multiply,
     define_operations,
     functions_for,
-    stored_in_int8,
 )
+from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.fusion.patterns import (
     Node,
     ReplaceProducts,
@@ -80,9 +80,10 @@ class KernelProducts(ReplaceProducts):
             stored = None
             if type(weight) not in (Tensor, torch.nn.Parameter):
                 with _disable_current_modes():  # a trace must not see how the parts of a weight are found
-                    stored = stored_in_int8(weight)
+                    stored = stored_weight(weight)
             if stored is not None and can_multiply(x, stored.numbers, bias, stored.form):
-                return multiply(x, [stored.numbers], [bias], NO_ACTIVATION, None, [stored.scale], stored.form)
+                scales = None if stored.scale is None else [stored.scale]
+                return multiply(x, [stored.numbers], [bias], NO_ACTIVATION, None, scales, stored.form)
             return multiply(x, [weight], [bias], NO_ACTIVATION) if can_multiply(x, weight, bias) else None
 
         super().__init__(product)
@@ -153,8 +154,13 @@ def _match_gate(product: Node) -> None:
     if found := find_gated_products(product, kernels.linear.default):
         name, gate, other = found
         weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
-        further = (None, [*gate.args[5], *other.args[5]], gate.args[6]) if form_of(gate) else ()
+        further = (None, _scales_of(gate, other), gate.args[6]) if form_of(gate) else ()
         replace_call(product, kernels.linear.default, (gate.args[0], weights, biases, _ACTIVATIONS[name], *further))
+
+
+def _scales_of(*products: Node) -> list[Node] | None:
+    """Return the scales of the weights of products of one form, None if it has none."""
+    return None if products[0].args[5] is None else [scale for product in products for scale in product.args[5]]
 
 
 def _match_residual(total: Node) -> None:
@@ -215,7 +221,7 @@ def _join_products(graph: fx.Graph) -> None:
     """Compute products with the same input in one call, which starts the threads once."""
     for nodes in find_products_of_one(graph, kernels.linear.default):
         weights, biases = ([node.args[index][0] for node in nodes] for index in (1, 2))
-        further = (None, [node.args[5][0] for node in nodes], nodes[0].args[6]) if form_of(nodes[0]) else ()
+        further = (None, _scales_of(*nodes), nodes[0].args[6]) if form_of(nodes[0]) else ()
         given = (nodes[0].args[0], weights, biases, NO_ACTIVATION, *further)
         with graph.inserting_before(nodes[0]):
             joined = graph.call_function(kernels.linear.default, given)
@@ -329,7 +335,7 @@ def _is_step(node: Any) -> bool:
     if node.target is not kernels.linear.default:
         return False
     weights, biases = node.args[1], node.args[2]
-    used = [*weights, *(bias for bias in biases if bias is not None), *(node.args[5] if form_of(node) else ())]
+    used = [*weights, *(bias for bias in biases if bias is not None), *((form_of(node) and node.args[5]) or ())]
     return len(weights) <= MAX_WEIGHTS and all(one.op == "placeholder" for one in used)
 
 
@@ -373,9 +379,18 @@ def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
     weights, biases, activation = node.args[1:4]
     residual = next((places[one] for one in node.args[4:5] if one is not None), None)
     of_weights = tuple(places[weight] for weight in weights)
-    scales, form = ((places[one] for one in node.args[5]), node.args[6]) if form_of(node) else ((), SAME)
+    scales, form = node.args[5:7] if form_of(node) else (None, SAME)
     of_biases = tuple(None if bias is None else places[bias] for bias in biases)
     sizes = tuple(len(weight.meta["val"]) for weight in weights)
     return ChainStep(
-        places[x], of_weights, k, size, of_biases, sizes, activation, residual, scales=tuple(scales), form=form
+        places[x],
+        of_weights,
+        k,
+        size,
+        of_biases,
+        sizes,
+        activation,
+        residual,
+        form=form,
+        scales=tuple(places[one] for one in scales or ()),
     )

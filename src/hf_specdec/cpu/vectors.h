@@ -76,6 +76,9 @@ struct Guard {
 #define KEEP(vector) asm volatile("" : "+w"(vector))
 #endif
 
+// Whether streams are prefetched. On an AMD Zen 3, hardware alone reads nearly twice as fast.
+static bool use_prefetch = true;
+
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -197,7 +200,7 @@ static inline void add_product(Floats &sum, Floats w, Floats x) {
 // How weights W are read, `step` at a time, as `parts` vectors, and multiplied with rows of T, packed as numbers X.
 // `finish` makes floats of sums over lanes.
 struct FloatSums {
-    static constexpr bool has_scales = false, has_factors = false;
+    static constexpr bool is_packed = false, has_scales = false, has_factors = false;
     static Four total(Floats a, Floats b, Floats c, Floats d) { return sums(a, b, c, d); }
 };
 template <class W> struct Dot;
@@ -293,7 +296,7 @@ template <class Number> struct Widened : FloatSums {
 template <class Number> struct Integers {
     typedef Number T;
     typedef int8_t W;
-    static constexpr bool has_scales = true, has_factors = true;
+    static constexpr bool is_packed = false, has_scales = true, has_factors = true;
     static constexpr int parts = 1;
 #if defined(__AVX512VNNI__)  // multiplies unsigned with signed bytes: weights are moved up by 128
     typedef int8_t X;

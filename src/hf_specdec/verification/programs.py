@@ -25,10 +25,10 @@ from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
 from hf_specdec.cpu.operations import (
     DTYPES,
-    INT8_ROUNDED,
     PRODUCT_TOLERANCE,
     ROUNDED_TOLERANCE,
     SAME,
+    is_rounded,
     product_error,
 )
 from hf_specdec.cpu.rewrite import KernelProducts, call_functions, inexact_operations, join_steps, use_kernels
@@ -191,14 +191,14 @@ def check_products(graph: fx.GraphModule, weights: Sequence[Tensor]) -> None:
     for node in graph.graph.nodes:
         if not is_call(node, torch.ops.hf_specdec_cpu.linear.default):
             continue
-        scales, form = (node.args[5], *form_of(node)) if form_of(node) else ([None] * len(node.args[1]), SAME)
-        for weight, scale in zip(node.args[1], scales, strict=True):
+        scales, form = node.args[5:7] if form_of(node) else (None, SAME)
+        for weight, scale in zip(node.args[1], scales or [None] * len(node.args[1]), strict=True):
             dtype, given = traced_value(node).dtype, values.get(weight)
             if given is None or (key := (given.shape, dtype, form)) in checked:
                 continue
             checked.add(key)
             distance = product_error(given, dtype, values.get(scale), form)
-            if not distance <= (ROUNDED_TOLERANCE if form == INT8_ROUNDED else PRODUCT_TOLERANCE[dtype]):
+            if not distance <= (ROUNDED_TOLERANCE if is_rounded(form) else PRODUCT_TOLERANCE[dtype]):
                 shape = " x ".join(map(str, given.shape))
                 raise CaptureError(f"the CPU kernel's product with a weight of {shape} is wrong by {distance:.1e}")
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
-from hf_specdec.cpu.operations import INT8_ROUNDED, stored_in_int8
+from hf_specdec.cpu.operations import is_rounded
+from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 
@@ -256,7 +257,7 @@ def multiplies_exactly(device: torch.device) -> bool:
 
 def rounds_inputs(model: PreTrainedModel) -> bool:
     """Whether products round their inputs to integers, so that the smallest differences can become larger ones."""
-    return any(stored.form == INT8_ROUNDED for stored in map(stored_in_int8, model.parameters()) if stored is not None)
+    return any(is_rounded(stored.form) for stored in map(stored_weight, model.parameters()) if stored is not None)
 
 
 def allowed_distance(dtype: torch.dtype, device: torch.device, exact: float, half: float) -> float:

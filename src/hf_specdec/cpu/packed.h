@@ -1,0 +1,502 @@
+// Weights in 4 to 8 bits with a scale for each group of numbers, as GGUF files hold them, multiplied as they are.
+//
+// A file stores each output's numbers after one another. Here LANES outputs lie side by side, once, when a model is loaded
+// (`pack`): a vector holds four numbers of each, so a lane sums up one output, and no sums over lanes are left:
+//
+//   tile of LANES outputs, one block of K after the other:
+//     [ scale x LANES ] [ scale of minima x LANES ]          16-bit floats
+//     32 numbers: [ scale x LANES ] [ minimum x LANES ]      bytes; only where blocks are longer than 32
+//                 [ lower bits: four, or eight, vectors ] [ upper bits ]
+//
+// Rows of x are either floats, with float sums over a group, whose scale multiplies that sum; or rounded to int8, 32
+// numbers with a factor, with integer sums. A lane's sums run over K in one order, whatever the tile and the number of
+// rows: bits depend on neither.
+
+#pragma once
+
+#include "vectors.h"
+
+constexpr long GROUP = 32;          // numbers
+constexpr long PACKED_AHEAD = 4096;  // bytes that are prefetched
+
+typedef int8_t SignedBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+// 16-bit floats. Small ones are not normal numbers, with which ordinary instructions are slow.
+static inline Floats halves(const uint8_t *from) {
+#if LANES == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
+#endif
+}
+// Bytes, signed or not; compilers convert them one by one.
+template <bool SIGNED> static inline Floats small(const uint8_t *from) {
+#if LANES == 16
+    const __m128i some = _mm_loadu_si128((const __m128i *)from);
+    return (Floats)_mm512_cvtepi32_ps(SIGNED ? _mm512_cvtepi8_epi32(some) : _mm512_cvtepu8_epi32(some));
+#elif LANES == 8
+    const __m128i some = _mm_loadl_epi64((const __m128i *)from);
+    return (Floats)_mm256_cvtepi32_ps(SIGNED ? _mm256_cvtepi8_epi32(some) : _mm256_cvtepu8_epi32(some));
+#else
+    Floats some;
+    for (int lane = 0; lane < LANES; lane++) some[lane] = SIGNED ? int8_t(from[lane]) : from[lane];
+    return some;
+#endif
+}
+
+// The largest of all lanes, and their sum.
+static inline float largest_lane(Floats some) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)some);
+#elif LANES == 8
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)some), _mm256_extractf128_ps((__m256)some, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    return vmaxvq_f32((float32x4_t)some);
+#endif
+}
+static inline float lane_sum(Floats some) { return sums(some, some, some, some)[0]; }
+static inline int32_t lane_sum(SignedWords some) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)some);
+#elif LANES == 8
+    const __m256i whole = (__m256i)some;
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    const __m128i two = _mm_hadd_epi32(four, four);
+    return _mm_cvtsi128_si32(_mm_hadd_epi32(two, two));
+#else
+    return vaddvq_s32((int32x4_t)some);
+#endif
+}
+
+// 32 numbers of a row of x: as they are, or rounded to integers, with a factor. Sums are those of both halves and of all.
+struct PlainGroup {
+    float numbers[GROUP], halves[2], whole;
+    template <class T> void fill(const T *from) {
+        for (int half = 0; half < 2; half++) {
+            Floats sum = {};
+            for (long i = half * 16; i < half * 16 + 16; i += LANES) {
+                const Floats some = floats(from + i);
+                store(numbers + i, some);
+                sum += some;
+            }
+            halves[half] = lane_sum(sum);
+        }
+        whole = halves[0] + halves[1];
+    }
+};
+struct RoundedGroup {
+    float factor, whole;  // the sum times the factor
+    int32_t halves[2];
+    int8_t numbers[GROUP];
+    template <class T> void fill(const T *from) {
+        Floats most = {};
+        for (long i = 0; i < GROUP; i += LANES) {
+            const Floats some = floats(from + i), size = some < 0 ? -some : some;
+            most = size > most ? size : most;
+        }
+        const float largest = largest_lane(most), inverse = largest > 0 ? 127 / largest : 0;
+        factor = largest / 127;
+        for (int half = 0; half < 2; half++) {
+            SignedWords added = {};
+            for (long i = half * 16; i < half * 16 + 16; i += LANES) {
+                const Floats shifted = floats(from + i) * inverse + 12582912.0f;  // rounds to whole numbers, ties to even
+                const SignedWords integers = (SignedWords)shifted - 0x4b400000;
+                *(SignedBytes *)(numbers + i) = __builtin_convertvector(integers, SignedBytes);
+                added += integers;
+            }
+            halves[half] = lane_sum(added);
+        }
+        whole = factor * (halves[0] + halves[1]);
+    }
+    int32_t four(int quad) const {
+        int32_t result;
+        memcpy(&result, numbers + 4 * quad, 4);
+        return result;
+    }
+};
+
+// The groups of rows of x: the same group of `each` rows side by side. At most one per thread exists at a time.
+template <class D> struct PackedRows {
+    typedef typename D::X X;
+    const X *data;
+    long stride;
+
+    PackedRows(const typename D::T *x, long rows, long k, long each) : stride(k / GROUP) {
+        static thread_local std::vector<X> made;
+        const size_t size = (rows + each - 1) / each * each * stride + D::MOST_ROWS;  // tiles read some rows too many
+        if (made.size() < size) made.resize(size);
+        for (long m = 0; m < rows; m++)
+            for (long g = 0; g < stride; g++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
+        data = made.data();
+    }
+};
+
+// How a kind of GGUF block stores numbers q: a weight is scale * (q - ZERO), less a minimum if it has one.
+template <int LOW_, int HIGH_, int SCALED_, int BLOCK_, bool MINIMA_, int ZERO_> struct Format {
+    static constexpr int LOW = LOW_, HIGH = HIGH_;    // bits in both planes
+    static constexpr int SCALED = SCALED_;            // numbers that share a scale, 16 or 32
+    static constexpr int BLOCK = BLOCK_;              // numbers that share a 16-bit scale
+    static constexpr bool MINIMA = MINIMA_, SUBSCALED = BLOCK_ > GROUP;
+    static constexpr int ZERO = ZERO_;
+    static constexpr long HEAD = (MINIMA ? 4 : 2) * LANES;
+    static constexpr long SCALES = SUBSCALED ? GROUP / SCALED + MINIMA : 0;  // bytes of a group and output
+    static constexpr long GROUP_BYTES = LANES * (SCALES + GROUP * (LOW + HIGH) / 8);
+    static constexpr long BLOCK_BYTES = HEAD + BLOCK / GROUP * GROUP_BYTES;
+    static constexpr long row_bytes(long k) { return k / BLOCK * (BLOCK_BYTES / LANES); }
+};
+typedef Format<4, 0, 32, 32, false, 8> Q4_0;
+typedef Format<4, 1, 32, 32, false, 16> Q5_0;
+typedef Format<8, 0, 32, 32, false, 0> Q8_0;  // signed
+typedef Format<4, 0, 32, 256, true, 0> Q4_K;
+typedef Format<4, 2, 16, 256, false, 32> Q6_K;
+
+// ------------------------------------------------------------------------------------------------ from and to rows
+
+// A block of one output: 16-bit scales, the bytes of its groups, and its numbers.
+struct Unpacked {
+    uint16_t scale, of_minima;
+    uint8_t scales[16], minima[8], numbers[256];  // a byte of Q6_K's scales and of Q8_0's numbers is signed
+};
+static inline uint16_t two_bytes(const uint8_t *from) { return uint16_t(from[0] | from[1] << 8); }
+
+// As `ggml-common.h` of llama.cpp lays blocks out.
+template <class K> static void read_block(const uint8_t *&from, Unpacked &to) {
+    if constexpr (K::SUBSCALED && K::MINIMA) {
+        to.scale = two_bytes(from), to.of_minima = two_bytes(from + 2);
+        const uint8_t *const packed = from + 4, *const low = from + 16;
+        for (int j = 0; j < 4; j++) {
+            to.scales[j] = packed[j] & 63, to.minima[j] = packed[j + 4] & 63;
+            to.scales[j + 4] = (packed[j + 8] & 15) | (packed[j] >> 6 << 4);
+            to.minima[j + 4] = (packed[j + 8] >> 4) | (packed[j + 4] >> 6 << 4);
+        }
+        for (int i = 0; i < 128; i++) {
+            const int at = i / 32 * 64 + i % 32;
+            to.numbers[at] = low[i] & 15, to.numbers[at + 32] = low[i] >> 4;
+        }
+        from += 144;
+    } else if constexpr (K::SUBSCALED) {
+        const uint8_t *const low = from, *const high = from + 128;
+        for (int i = 0; i < 256; i++) {
+            const int half = i / 128, part = i % 128 / 32, j = i % 32;
+            const int four = low[64 * half + 32 * (part & 1) + j] >> (part / 2 * 4) & 15;
+            to.numbers[i] = uint8_t(four | (high[32 * half + j] >> 2 * part & 3) << 4);
+        }
+        memcpy(to.scales, from + 192, 16);
+        to.scale = two_bytes(from + 208);
+        from += 210;
+    } else {
+        to.scale = two_bytes(from);
+        from += 2;
+        uint32_t fifth = 0;
+        if (K::HIGH) memcpy(&fifth, from, 4), from += 4;
+        if (K::LOW == 8) memcpy(to.numbers, from, 32);
+        else
+            for (int i = 0; i < 16; i++) {
+                to.numbers[i] = uint8_t((from[i] & 15) | (fifth >> i & 1) << 4);
+                to.numbers[i + 16] = uint8_t(from[i] >> 4 | (fifth >> (i + 16) & 1) << 4);
+            }
+        from += K::LOW * 4;
+    }
+}
+template <class K> static void write_block(const Unpacked &from, uint8_t *block, int lane) {
+    const auto set = [lane](uint8_t *to, const uint16_t value) { memcpy(to + 2 * lane, &value, 2); };
+    set(block, from.scale);
+    if (K::MINIMA) set(block + 2 * LANES, from.of_minima);
+    for (int g = 0; g < K::BLOCK / GROUP; g++) {
+        uint8_t *to = block + K::HEAD + g * K::GROUP_BYTES;
+        if (K::SUBSCALED)
+            for (int i = 0; i < GROUP / K::SCALED; i++, to += LANES) to[lane] = from.scales[g * GROUP / K::SCALED + i];
+        if (K::SUBSCALED && K::MINIMA) to[lane] = from.minima[g], to += LANES;
+        uint8_t *const high = to + LANES * GROUP * K::LOW / 8 + 4 * lane;
+        to += 4 * lane;
+        for (int i = 0; i < GROUP; i++) {
+            const int quad = i / 4, j = i % 4;
+            const uint8_t number = from.numbers[g * GROUP + i];
+            if (K::LOW == 8) to[quad * 4 * LANES + j] = number;
+            else to[quad % 4 * 4 * LANES + j] |= uint8_t((number & 15) << quad / 4 * 4);
+            if (K::HIGH == 1) high[j] |= uint8_t(number >> 4 << quad);
+            if (K::HIGH == 2) high[quad / 4 * 4 * LANES + j] |= uint8_t(number >> 4 << quad % 4 * 2);
+        }
+    }
+}
+// Rows of a file's blocks to tiles, which are zero before.
+template <class K> static void pack(const uint8_t *from, long rows, long k, uint8_t *to, long threads) {
+    const long blocks = k / K::BLOCK, bytes = K::SUBSCALED ? (K::MINIMA ? 144 : 210) : 2 + K::HIGH * 4 + K::LOW * 4;
+#pragma omp parallel for num_threads(threads)
+    for (long tile = 0; tile < rows / LANES; tile++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const uint8_t *read = from + (tile * LANES + lane) * blocks * bytes;
+            for (long b = 0; b < blocks; b++) {
+                Unpacked block;
+                read_block<K>(read, block);
+                write_block<K>(block, to + (tile * blocks + b) * K::BLOCK_BYTES, lane);
+            }
+        }
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+typedef uint8_t Quad __attribute__((vector_size(4 * LANES), aligned(1), may_alias));  // four numbers of each output
+
+// The lower and upper bits of a group in registers as they lie in memory, and four numbers of each output.
+template <class K> struct Planes {
+    const uint8_t *from;
+    Quad at(long vector) const { return *(const Quad *)(from + vector * 4 * LANES); }
+    inline __attribute__((always_inline)) Quad quad(int q) const {
+        if (K::LOW == 8) return at(q);
+        const Words low = (Words)at(q % 4);
+        Words number = (q < 4 ? low : low >> 4) & 0x0f0f0f0fu;
+        if (K::HIGH == 1) {
+            const Words high = (Words)at(4);
+            number |= (q < 4 ? high << (4 - q) : high >> (q - 4)) & 0x10101010u;
+        }
+        if (K::HIGH == 2) {
+            const Words high = (Words)at(4 + q / 4);
+            const int shift = 4 - q % 4 * 2;
+            number |= (shift >= 0 ? high << shift : high >> -shift) & 0x30303030u;
+        }
+        return (Quad)number;
+    }
+    // The number `4 * q + j` of each output, as floats.
+    inline __attribute__((always_inline)) Floats number(Quad four, int q, int j) const {
+        if (K::LOW == 8)
+            return __builtin_convertvector((SignedWords)((Words)four << (24 - 8 * j)) >> 24, Floats);
+#if LANES == 16
+        if (K::HIGH == 0) {  // looks the lower four bits of a word up
+            const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const int shift = 8 * j + q / 4 * 4;
+            return (Floats)_mm512_permutexvar_ps((__m512i)(shift ? (Words)at(q % 4) >> shift : (Words)at(q % 4)), whole);
+        }
+#endif
+        return __builtin_convertvector((SignedWords)((Words)four >> 8 * j & 0xffu), Floats);
+    }
+};
+
+// Sums of products of four numbers of each output with four of a row, as integers. Where they are added as 16 bits first,
+// `most` of them fit; then `flush` adds these to the sums.
+struct Products {
+#if defined(__AVX512VNNI__)
+    static constexpr int UNSIGNED = 128;  // is added to signed weights
+    static constexpr int most(int) { return 8; }
+    __m512i sum;
+    void begin(int32_t value) { sum = _mm512_set1_epi32(value); }
+    template <int> void add(Quad w, int32_t x) { sum = _mm512_dpbusd_epi32(sum, (__m512i)w, _mm512_set1_epi32(x)); }
+    void flush() {}
+#elif LANES == 4
+    static constexpr int UNSIGNED = 0;
+    static constexpr int most(int) { return 8; }
+    int32x4_t sum;
+    void begin(int32_t value) { sum = vdupq_n_s32(value); }
+    template <int> void add(Quad w, int32_t x) {
+        const int8x16_t four = (int8x16_t)w, row = vreinterpretq_s8_s32(vdupq_n_s32(x));
+        const int16x8_t low = vmull_s8(vget_low_s8(four), vget_low_s8(row)), high = vmull_high_s8(four, row);
+        sum = vpadalq_s16(sum, vpaddq_s16(low, high));
+    }
+    void flush() {}
+#else
+    static constexpr int UNSIGNED = 0;
+    static constexpr int most(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
+#if LANES == 16
+    __m512i sum, some;
+    void begin(int32_t value) { sum = _mm512_set1_epi32(value), some = _mm512_setzero_si512(); }
+    template <int BITS> void add(Quad w, int32_t x) {
+        __m512i row = _mm512_set1_epi32(x), four = (__m512i)w;
+        if (BITS == 8) {  // the left operand is unsigned: its sign goes to the right one
+            row = _mm512_mask_sub_epi8(row, _mm512_movepi8_mask(four), _mm512_setzero_si512(), row);
+            four = _mm512_abs_epi8(four);
+        }
+        some = _mm512_add_epi16(some, _mm512_maddubs_epi16(four, row));
+    }
+    void flush() {
+        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(some, _mm512_set1_epi16(1)));
+        some = _mm512_setzero_si512();
+    }
+#else
+    __m256i sum, some;
+    void begin(int32_t value) { sum = _mm256_set1_epi32(value), some = _mm256_setzero_si256(); }
+    template <int BITS> void add(Quad w, int32_t x) {
+        __m256i row = _mm256_set1_epi32(x), four = (__m256i)w;
+        if (BITS == 8) row = _mm256_sign_epi8(row, four), four = _mm256_abs_epi8(four);
+        some = _mm256_add_epi16(some, _mm256_maddubs_epi16(four, row));
+    }
+    void flush() {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(some, _mm256_set1_epi16(1)));
+        some = _mm256_setzero_si256();
+    }
+#endif
+#endif
+};
+
+// What the numbers `part` of a group are multiplied with.
+template <class K> static inline Floats scale_of(const uint8_t *group, int part, Floats scale) {
+    if (!K::SUBSCALED) return scale;
+    return scale * small<!K::MINIMA>(group + part * LANES);
+}
+// What the sum of x is multiplied with: all numbers of a group are moved by ZERO, or have a minimum.
+template <class K> static inline Floats offset_of(const uint8_t *group, Floats scale, Floats of_minima) {
+    return K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : scale * -float(K::ZERO);
+}
+
+// Add a group's products with M rows to their sums; the scales are those of the block.
+template <class K, int M>
+static inline __attribute__((always_inline)) void
+add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const PlainGroup *x) {
+    const Planes<K> planes = {group + LANES * K::SCALES};
+    constexpr int count = K::SCALED / 4;
+#pragma GCC unroll 2
+    for (int part = 0; part < GROUP / K::SCALED; part++) {
+        Floats even[M], odd[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) even[m] = odd[m] = Floats{};
+#pragma GCC unroll 8
+        for (int q = part * count; q < part * count + count; q++) {
+            const Quad four = planes.quad(q);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                Floats w = planes.number(four, q, j);
+                KEEP(w);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    Floats &some = j % 2 ? odd[m] : even[m];
+                    some = fused(w, Floats{} + x[m].numbers[4 * q + j], some);
+                }
+            }
+        }
+        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            sum[m] = fused(of_part, even[m] + odd[m], sum[m]);
+            const float of_x = K::SCALED == 16 ? x[m].halves[part] : x[m].whole;
+            if (K::ZERO || K::MINIMA) sum[m] = fused(offset, Floats{} + of_x, sum[m]);
+        }
+    }
+}
+template <class K, int M>
+static inline __attribute__((always_inline)) void
+add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const RoundedGroup *x) {
+    const Planes<K> planes = {group + LANES * K::SCALES};
+    constexpr int count = K::SCALED / 4, bits = K::LOW + K::HIGH, zero = K::LOW == 8 ? Products::UNSIGNED : K::ZERO;
+    constexpr int most = Products::most(bits) < count ? Products::most(bits) : count;
+#pragma GCC unroll 2
+    for (int part = 0; part < GROUP / K::SCALED; part++) {
+        Products products[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+            products[m].begin(zero ? -zero * (K::SCALED == 16 ? x[m].halves[part] : x[m].halves[0] + x[m].halves[1]) : 0);
+#pragma GCC unroll 8
+        for (int q = part * count; q < part * count + count; q++) {
+            Quad four = planes.quad(q);
+            if (K::LOW == 8 && zero) four = (Quad)((Words)four ^ 0x80808080u);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) products[m].template add<bits>(four, x[m].four(q));
+            if (q % most == most - 1)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) products[m].flush();
+        }
+        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const Floats total = __builtin_convertvector((SignedWords)products[m].sum, Floats);
+            sum[m] = fused(of_part * x[m].factor, total, sum[m]);
+            if (K::MINIMA) sum[m] = fused(offset, Floats{} + x[m].whole, sum[m]);
+        }
+    }
+}
+
+// out[m * space + n], n < size: products of `size` outputs, whole tiles, with up to M rows of x, of which `apart` lie side by
+// side.
+template <class K, class X, int M>
+static __attribute__((noinline)) void multiply_tiles(const uint8_t *w, long k, long size, const X *x, long apart, long rows,
+                                                     float *out, long space) {
+    for (long n = 0; n < size; n += LANES) {
+        Floats sum[M] = {};
+        const X *group = x;
+        for (long b = 0; b < k / K::BLOCK; b++, w += K::BLOCK_BYTES) {
+            const Floats scale = halves(w), of_minima = K::MINIMA ? halves(w + 2 * LANES) : Floats{};
+            for (int g = 0; g < K::BLOCK / GROUP; g++, group += apart) {
+                const uint8_t *const numbers = w + K::HEAD + g * K::GROUP_BYTES;
+                if (use_prefetch)
+#pragma GCC unroll 10
+                    for (long line = 0; line < (K::GROUP_BYTES + 63) / 64; line++)
+                        __builtin_prefetch(numbers + PACKED_AHEAD + 64 * line, 0, 3);
+                add_group<K, M>(sum, numbers, scale, of_minima, group);
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+            if (m < rows) store(out + m * space + n, sum[m]);
+    }
+}
+
+// Weights of a kind, for `multiply_share`.
+template <class Number, class K, class Group> struct Packed {
+    typedef Number T;
+    typedef uint8_t W;
+    typedef Group X;
+    static constexpr bool is_packed = true, has_scales = false, has_factors = false;
+    static constexpr long MOST_ROWS = 8;
+    static constexpr long row_bytes(long k) { return K::row_bytes(k); }
+    static void multiply(const uint8_t *w, long k, long size, const X *x, long apart, long rows, float *out, long space) {
+        const auto of = [&](auto function) { function(w, k, size, x, apart, rows, out, space); };
+        switch (rows) {
+            case 1: return of(multiply_tiles<K, X, 1>);
+            case 2: return of(multiply_tiles<K, X, 2>);
+            case 3: return of(multiply_tiles<K, X, 3>);
+            case 4: return of(multiply_tiles<K, X, 4>);
+#if LANES != 8
+            case 5:
+            case 6: return of(multiply_tiles<K, X, 6>);
+            default: return of(multiply_tiles<K, X, 8>);
+#endif
+        }
+    }
+};
+
+// ------------------------------------------------------------------------------------------------ all kinds
+
+// Call a function with the kind of a form of weights: form is `PACKED + 2 * kind + (rows are rounded)`.
+enum Kinds : long { OF_Q4_0, OF_Q5_0, OF_Q8_0, OF_Q4_K, OF_Q6_K };
+template <class Function> static inline void with_kind(long kind, const Function &function) {
+    switch (kind) {
+        case OF_Q4_0: return function(Q4_0{});
+        case OF_Q5_0: return function(Q5_0{});
+        case OF_Q8_0: return function(Q8_0{});
+        case OF_Q4_K: return function(Q4_K{});
+        default: return function(Q6_K{});
+    }
+}
+
+// Rows `ids` of a weight as numbers, as gguf's Python package makes them.
+template <class K, class T>
+static void unpack(const uint8_t *w, long k, const int64_t *ids, long count, T *to, long threads) {
+    const long blocks = k / K::BLOCK;
+#pragma omp parallel for num_threads(threads) if (count > 16)
+    for (long i = 0; i < count; i++) {
+        const int lane = ids[i] % LANES;
+        const uint8_t *block = w + ids[i] / LANES * blocks * K::BLOCK_BYTES;
+        for (long b = 0; b < blocks; b++, block += K::BLOCK_BYTES) {
+            const float scale = halves(block)[lane], of_minima = K::MINIMA ? halves(block + 2 * LANES)[lane] : 0;
+            for (int g = 0; g < K::BLOCK / GROUP; g++) {
+                const uint8_t *const group = block + K::HEAD + g * K::GROUP_BYTES;
+                const Planes<K> planes = {group + LANES * K::SCALES};
+                const float least = K::MINIMA ? of_minima * group[LANES + lane] : 0;
+                for (int q = 0; q < GROUP / 4; q++) {
+                    const Quad four = planes.quad(q);
+                    const int part = 4 * q / K::SCALED;
+                    const float of_part = !K::SUBSCALED ? scale
+                                          : scale * (K::MINIMA ? float(group[lane]) : float(int8_t(group[part * LANES + lane])));
+                    for (int j = 0; j < 4; j++) {
+                        const uint8_t byte = four[4 * lane + j];
+                        const float number = K::LOW == 8 ? float(int8_t(byte)) : float(byte - K::ZERO);
+                        const float product = of_part * number;
+                        store(to + i * k + b * K::BLOCK + g * GROUP + 4 * q + j, K::MINIMA ? product - least : product);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+"""Quantised weights that the CPU kernels read as they are stored: GGUF blocks, and int8 of torchao and quanto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from hf_specdec.cpu.operations import (
+    BLOCKS,
+    DTYPES,
+    INT8,
+    INT8_ROUNDED,
+    NO_ACTIVATION,
+    PACKED,
+    define_operations,
+    linear,
+    pack_blocks,
+)
+
+TILE = 16
+"""The number of rows must be divisible by it: packed.h holds 4, 8 or 16 rows side by side."""
+
+
+class PackedWeight(Tensor):
+    """A weight `[N, K]` in blocks of 4 to 8 bits, with a scale for each.
+
+    `functional.linear`, `functional.embedding` and indexing of rows read the blocks. Everything else that torch can do
+    with a tensor sees `dequantize()`, a new one. It lies on the CPU, and gets no gradients.
+
+    Attributes:
+        blocks: uint8 `[N, bytes of a row]`, as packed.h lays them out.
+        form: How the kernels multiply them, see `operations.PACKED`.
+    """
+
+    blocks: Tensor
+    form: int
+
+    def __new__(cls, blocks: Tensor, size: int, form: int, dtype: torch.dtype) -> PackedWeight:
+        """Return a weight with K = `size`."""
+        shape = (len(blocks), size)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
+        made.blocks, made.form = blocks, form
+        return made
+
+    @staticmethod
+    def supports(kind: str, rows: int, size: int) -> bool:
+        """Whether a weight `[rows, size]` in blocks of a kind, such as `"Q4_K"`, can stay packed."""
+        return kind in BLOCKS and rows % TILE == 0 and size % BLOCKS[kind].numbers == 0
+
+    @classmethod
+    def from_gguf(cls, blocks: Tensor, kind: str, dtype: torch.dtype, round_activations: bool = False) -> PackedWeight:
+        """Return a weight with a copy of a file's blocks, laid out for the kernels.
+
+        Args:
+            blocks: uint8 `[N, bytes of a row]`, as in the file; may be a memory map.
+            kind: A kind that `supports` knows.
+            dtype: bfloat16 or float32, in which products are computed.
+            round_activations: Round what it is multiplied with to int8, 32 numbers at a time.
+        """
+        form = PACKED + 2 * list(BLOCKS).index(kind) + round_activations
+        size = blocks.shape[1] // BLOCKS[kind].in_file * BLOCKS[kind].numbers
+        return cls(pack_blocks(form, blocks.contiguous()), size, form, dtype)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight `[N, K]` in its dtype."""
+        return self.rows(torch.arange(len(self), device=self.device))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `[*ids, K]` in its dtype."""
+        define_operations()
+        found: Tensor = torch.ops.hf_specdec_cpu.unpack(self.blocks, ids, self.form, self.dtype)
+        return found
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Name kind, shape and dtype."""
+        kind = list(BLOCKS)[(self.form - PACKED) // 2]
+        return f"PackedWeight({kind}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Read the blocks, if that can be done."""
+        kwargs = kwargs or {}
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # results are plain tensors, unless `__torch_dispatch__` keeps them
+            found = _READING[func](*args, **kwargs) if func in _READING else NotImplemented
+            return func(*args, **kwargs) if found is NotImplemented else found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Keep the blocks in another tensor, or compute with the dequantised weight."""
+        kwargs = kwargs or {}
+        if func in _KEEPING:
+            weight = args[0]
+            device, dtype = kwargs.get("device") or weight.device, kwargs.get("dtype") or weight.dtype
+            if torch.device(device).type == "cpu" and dtype in DTYPES:
+                return cls(weight.blocks, weight.shape[1], weight.form, dtype)
+        args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
+    stored = stored_weight(weight)
+    if stored is None or x.dtype != weight.dtype or (torch.is_grad_enabled() and x.requires_grad):
+        return NotImplemented
+    return linear(x, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
+
+
+def _embedding(ids: Tensor, weight: Any, padding_idx: int | None = None, *others: Any, **more: Any) -> Any:
+    return weight.rows(ids) if isinstance(weight, PackedWeight) else NotImplemented
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    is_ids = isinstance(weight, PackedWeight) and isinstance(index, Tensor) and index.dtype == torch.long
+    return weight.rows(index) if is_ids else NotImplemented
+
+
+_READING: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem,
+}  # fmt: skip
+_KEEPING = {
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """The parts of a quantised weight that `operations.linear` takes."""
+
+    numbers: Tensor  # int8 `[N, K]`, or blocks as packed.h lays them out
+    scale: Tensor | None  # float32 `[N]`; None for blocks
+    form: int
+
+
+def stored_weight(weight: Any) -> StoredWeight | None:
+    """Return the parts of a quantised weight that the kernels can multiply; None for all others."""
+    kind = type(weight)
+    if isinstance(weight, PackedWeight):
+        return StoredWeight(weight.blocks, None, weight.form)
+    if kind.__name__ == "Int8Tensor" and kind.__module__.startswith("torchao."):
+        rows, form = weight.act_quant_kwargs, INT8
+        if rows is not None:
+            is_plain = rows.mapping_type.name == "SYMMETRIC" and type(rows.granularity).__name__ == "PerRow"
+            if not is_plain or rows.reduce_range:
+                return None
+            form = INT8_ROUNDED
+        if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
+            return None
+        numbers, scale, shift = weight.qdata, weight.scale, weight.zero_point
+        if (
+            numbers.dim() != 2
+            or list(weight.block_size) != [1, numbers.shape[1]]
+            or (shift is not None and shift.any())
+        ):
+            return None
+    elif kind.__name__ == "WeightQBytesTensor" and kind.__module__.startswith("optimum.quanto."):
+        numbers, scale, form = weight._data, weight._scale, INT8
+        if numbers.dtype != torch.int8 or weight.axis != 0 or weight.activation_qtype is not None:
+            return None
+    else:
+        return None
+    return StoredWeight(numbers, scale.detach().float().flatten(), form) if scale.numel() == len(numbers) else None

@@ -1,0 +1,159 @@
+"""Weights in GGUF blocks: their layout for the kernels, products, and models that are made of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.cpu import operations
+from hf_specdec.cpu.operations import BLOCKS
+from hf_specdec.cpu.quantized import PackedWeight, stored_weight
+
+gguf = pytest.importorskip("gguf")
+DTYPES = [torch.float32, torch.bfloat16]
+SCALES = {"Q4_0": 0.02, "Q5_0": 0.01, "Q8_0": 0.001, "Q4_K": 0.0004, "Q6_K": 0.00006}
+
+
+def random_blocks(kind: str, rows: int, size: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Any bytes are numbers of a block; its 16-bit scales must not be infinite. Some are too small to be normal."""
+    generator, block = np.random.default_rng(seed), BLOCKS[kind]
+    raw = generator.integers(0, 256, (rows, size // block.numbers, block.in_file), dtype=np.uint8)
+    for place, scale in {"Q6_K": [(208, 1)], "Q4_K": [(0, 1), (2, 7)]}.get(kind, [(0, 1)]):
+        drawn = generator.random(raw.shape[:2]) * SCALES[kind] * scale * np.sign(generator.random(raw.shape[:2]) - 0.1)
+        raw[:, :, place : place + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def packed(kind: str, rows: int, size: int, dtype: torch.dtype, round_activations: bool = False) -> PackedWeight:
+    blocks = torch.from_numpy(random_blocks(kind, rows, size))
+    return PackedWeight.from_gguf(blocks, kind, dtype, round_activations)
+
+
+def multiply(x: Tensor, weight: PackedWeight, **options: Any) -> Tensor:
+    stored = stored_weight(weight)
+    assert stored is not None
+    return operations.linear(x, [stored.numbers], [None], form=stored.form, **options)
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """32 numbers at a time in int8, as llama.cpp's Q8_0."""
+    groups = x.float().view(len(x), -1, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (127 / largest)).round().double() * (largest / 127)).view(len(x), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
+    """Rows equal those of gguf's own package; products those of these rows; a row's bits depend on no other row."""
+    for rows, size in ((16, 256), (144, 1536), (2064, 512)):
+        weight = packed(kind, rows, size, dtype)
+        numbers = gguf.quants.dequantize(random_blocks(kind, rows, size), gguf.GGMLQuantizationType[kind])
+        wide = torch.from_numpy(numbers.astype(np.float32))
+        assert weight.shape == (rows, size)
+        assert weight.dtype == dtype
+        assert torch.equal(weight.dequantize(), wide.to(dtype))
+        ids = torch.randint(rows, (2, 3), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(functional.embedding(ids, weight), wide.to(dtype)[ids])
+        assert torch.equal(weight[ids[0]], wide.to(dtype)[ids[0]])
+        x = torch.randn(70, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        x[3, 32:64] = 0
+        x[4, :32] *= 1e3
+        for is_rounded, given in ((False, x.double()), (True, rounded_rows(x).nan_to_num())):
+            used = packed(kind, rows, size, dtype, is_rounded)
+            found, expected = multiply(x, used), given @ wide.double().T
+            # a number between two integers may be rounded to the other one
+            most = 5e-3 if dtype == torch.bfloat16 else 3e-4 if is_rounded else 1e-6
+            assert float((found.double() - expected).norm() / expected.norm()) < most
+            for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 69):
+                assert torch.equal(multiply(x[:count], used), found[:count])
+            threads = torch.get_num_threads()
+            try:
+                torch.set_num_threads(3)
+                assert torch.equal(multiply(x, used), found)
+            finally:
+                torch.set_num_threads(threads)
+
+
+def test_what_torch_does_with_one() -> None:
+    weight = nn.Parameter(packed("Q4_K", 32, 512, torch.float32), requires_grad=False)
+    wide, x = weight.dequantize(), torch.randn(2, 512)
+    assert isinstance(weight, PackedWeight)
+    assert "Q4_K" in repr(weight.data)
+    for kept in (weight.detach(), copy.deepcopy(weight), weight.to("cpu"), weight.clone()):
+        assert isinstance(kept, PackedWeight)
+        assert torch.equal(kept.dequantize(), wide)
+    half = weight.to(torch.bfloat16)
+    assert isinstance(half, PackedWeight)
+    assert torch.equal(half.dequantize(), wide.bfloat16())
+    assert torch.equal(weight[3:5], wide[3:5])
+    assert torch.equal(weight + 1, wide + 1)
+    assert type(weight.to(torch.float64)) is Tensor
+    assert torch.equal(weight.to(torch.float64), wide.double())
+    assert torch.equal(x @ weight.T, x @ wide.T)
+    learned = x.clone().requires_grad_()
+    functional.linear(learned, weight).sum().backward()
+    assert torch.allclose(learned.grad, wide.sum(0).expand(2, -1), atol=1e-4)
+    with pytest.raises(IndexError, match="from 0 to 31"):
+        functional.embedding(torch.tensor([32]), weight)
+
+
+def test_which_weights_stay_packed() -> None:
+    assert all(PackedWeight.supports(kind, 48, 256) for kind in BLOCKS)
+    assert not PackedWeight.supports("Q4_1", 48, 256)
+    assert not PackedWeight.supports("Q8_0", 49155, 256)
+    assert not PackedWeight.supports("Q4_K", 48, 96)
+    assert PackedWeight.supports("Q8_0", 48, 96)
+
+
+def packed_model(family: str, dtype: torch.dtype, round_activations: bool) -> Any:
+    """Kinds differ between layers, and between products of one input."""
+    torch.manual_seed(0)
+    sizes: Any = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 64,
+        "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": family == "llama", "eos_token_id": None,
+        "bos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    model: Any = (
+        LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    )
+    model = model.to(dtype).eval()
+    kinds = itertools.cycle(BLOCKS)
+    of_name: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not (name == "lm_head" and family == "llama"):
+            kind = of_name.setdefault(name.replace("up_", "gate_").replace("k_", "q_"), next(kinds))
+            weight = packed(kind, *module.weight.shape, dtype, round_activations)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    model.tie_weights()
+    return SpeculativeGenerationMixin.attach(model)
+
+
+@pytest.mark.parametrize("round_activations", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_models(family: str, dtype: torch.dtype, round_activations: bool) -> None:
+    """Trees answer what plain steps do with the kernels, and also what `generate()` does, unless rounding differs."""
+    model = packed_model(family, dtype, round_activations)
+    ids = torch.randint(3, 500, (2, 20), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 24, "do_sample": False}
+    own = model.generate(ids, **options)
+    plain = model.generate(ids, speculative={"method": "plain", "compile": "kernels"}, **options)
+    runner = model._speculation.programs["kernels"].runner
+    assert runner.reads_prompts
+    assert not runner.inexact
+    if dtype == torch.float32:
+        assert torch.equal(plain, own) or round_activations
+        assert torch.equal(model.generate(ids, speculative="auto", **options), own)
+    for method in ("prompt_lookup", "token_recycling", "auto"):
+        config = {"method": method, "compile": "kernels", "exact": True}
+        assert torch.equal(model.generate(ids, speculative=config, **options), plain)
