@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import BLOCKS
 from hf_specdec.cpu.quantized import PackedWeight, stored_weight
+from hf_specdec.errors import UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -105,6 +108,29 @@ def test_what_torch_does_with_one() -> None:
     assert torch.allclose(learned.grad, wide.sum(0).expand(2, -1), atol=1e-4)
     with pytest.raises(IndexError, match="from 0 to 31"):
         functional.embedding(torch.tensor([32]), weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_done_with_one(tmp_path: Path) -> None:
+    """Nothing becomes a tensor of full size unnoticed."""
+    model = packed_model("llama", torch.float32, round_activations=False)
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(ids).logits
+    for refused in (
+        lambda: model.save_pretrained(tmp_path), lambda: model.to("meta"), model.share_memory, model.half,
+        lambda: model.resize_token_embeddings(600),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match="gguf_file"):
+            refused()
+    model = packed_model("llama", torch.float32, round_activations=False)
+    torch.save(model.state_dict(), tmp_path / "weights")
+    state = torch.load(tmp_path / "weights", weights_only=False)
+    assert torch.equal(state["lm_head.weight"].dequantize(), model.lm_head.weight.dequantize())
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(ids).logits, before)
+    tuned = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"]))
+    assert torch.equal(tuned(ids).logits, before)
+    assert copy.deepcopy(model).to(torch.bfloat16)(ids).logits.dtype == torch.bfloat16
 
 
 def test_which_weights_stay_packed() -> None:

@@ -19,10 +19,11 @@ from hf_specdec.cpu.operations import (
     NO_ACTIVATION,
     PACKED,
     define_operations,
-    linear,
     pack_blocks,
 )
+from hf_specdec.errors import UnsupportedModelError
 
+UNPACKED = "Keep the file, or unpack it: from_pretrained(directory, gguf_file=name)."
 TILE = 16
 """The number of rows must be divisible by it: packed.h holds 4, 8 or 16 rows side by side."""
 
@@ -32,6 +33,9 @@ class PackedWeight(Tensor):
 
     `functional.linear`, `functional.embedding` and indexing of rows read the blocks. Everything else that torch can do
     with a tensor sees `dequantize()`, a new one. It lies on the CPU, and gets no gradients.
+
+    Raises:
+        UnsupportedModelError: It is moved to another device, saved or shared.
 
     Attributes:
         blocks: uint8 `[N, bytes of a row]`, as packed.h lays them out.
@@ -43,6 +47,7 @@ class PackedWeight(Tensor):
 
     def __new__(cls, blocks: Tensor, size: int, form: int, dtype: torch.dtype) -> PackedWeight:
         """Return a weight with K = `size`."""
+        define_operations()
         shape = (len(blocks), size)
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
         made.blocks, made.form = blocks, form
@@ -73,7 +78,6 @@ class PackedWeight(Tensor):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `[*ids, K]` in its dtype."""
-        define_operations()
         found: Tensor = torch.ops.hf_specdec_cpu.unpack(self.blocks, ids, self.form, self.dtype)
         return found
 
@@ -99,19 +103,31 @@ class PackedWeight(Tensor):
         """Keep the blocks in another tensor, or compute with the dequantised weight."""
         kwargs = kwargs or {}
         if func in _KEEPING:
-            weight = args[0]
-            device, dtype = kwargs.get("device") or weight.device, kwargs.get("dtype") or weight.dtype
-            if torch.device(device).type == "cpu" and dtype in DTYPES:
+            weight, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+            if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+                raise UnsupportedModelError(f"GGUF blocks stay on the CPU, not on {kwargs['device']}.", UNPACKED)
+            if dtype in DTYPES:
                 return cls(weight.blocks, weight.shape[1], weight.form, dtype)
         args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _no_storage(*_: Any) -> Any:
+    raise UnsupportedModelError("Weights in GGUF blocks cannot be saved as tensors, nor shared.", UNPACKED)
+
+
+def _set_data(weight: Any, value: Any) -> None:
+    if not isinstance(value, PackedWeight):
+        raise UnsupportedModelError(f"Weights in GGUF blocks cannot become another tensor ({value.dtype}).", UNPACKED)
+    Tensor.data.__set__(weight, value)  # type: ignore[attr-defined]
+    weight.blocks, weight.form = value.blocks, value.form
 
 
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
     stored = stored_weight(weight)
     if stored is None or x.dtype != weight.dtype or (torch.is_grad_enabled() and x.requires_grad):
         return NotImplemented
-    return linear(x, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
+    return torch.ops.hf_specdec_cpu.linear(x, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
 
 
 def _embedding(ids: Tensor, weight: Any, padding_idx: int | None = None, *others: Any, **more: Any) -> Any:
@@ -125,6 +141,9 @@ def _getitem(weight: Any, index: Any) -> Any:
 
 _READING: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.untyped_storage: _no_storage, Tensor.storage: _no_storage, Tensor.data_ptr: _no_storage,
+    Tensor.share_memory_: _no_storage,
 }  # fmt: skip
 _KEEPING = {
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
