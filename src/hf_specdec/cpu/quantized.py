@@ -23,7 +23,8 @@ from hf_specdec.cpu.operations import (
 )
 from hf_specdec.errors import UnsupportedModelError
 
-UNPACKED = "Keep the file, or unpack it: from_pretrained(directory, gguf_file=name)."
+UNPACKED = "Unpack the file instead: AutoModelForCausalLM.from_pretrained(directory, gguf_file=name)."
+"""Hint of errors."""
 TILE = 16
 """The number of rows must be divisible by it: packed.h holds 4, 8 or 16 rows side by side."""
 
