@@ -87,6 +87,16 @@ def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
                 torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rounded_rows_that_are_no_numbers(kind: str) -> None:
+    weight, x = packed(kind, 16, 256, torch.float32, round_activations=True), torch.ones(4, 256)
+    x[0, 5], x[1, 9], x[2] = torch.nan, torch.inf, 1e-38
+    found = multiply(x, weight)
+    assert found[:2].isnan().all()
+    assert torch.equal(found[2], torch.zeros(16))
+    assert torch.equal(found[3:], multiply(x[3:], weight))
+
+
 def test_what_torch_does_with_one() -> None:
     weight = nn.Parameter(packed("Q4_K", 32, 512, torch.float32), requires_grad=False)
     wide, x = weight.dequantize(), torch.randn(2, 512)
@@ -106,6 +116,20 @@ def test_what_torch_does_with_one() -> None:
     learned = x.clone().requires_grad_()
     functional.linear(learned, weight).sum().backward()
     assert torch.allclose(learned.grad, wide.sum(0).expand(2, -1), atol=1e-4)
+    assert torch.equal(functional.linear(input=x, weight=weight), functional.linear(x, weight))
+    assert torch.equal(weight[torch.tensor([-1, 2])], wide[[-1, 2]])
+    for wrong in (torch.randn(2, 256), torch.randn(2, 512, dtype=torch.float64)):
+        with pytest.raises(RuntimeError):
+            functional.linear(wrong, weight)
+    renormalise = lambda: functional.embedding(torch.tensor([3]), weight, max_norm=1.0)  # noqa: E731
+    for write in (
+        renormalise,
+        lambda: weight.mul_(2),
+        lambda: weight.__setitem__(0, 0.0),
+        lambda: weight.data.copy_(wide),
+    ):
+        with pytest.raises(UnsupportedModelError, match="written"):
+            write()
     with pytest.raises(IndexError, match="from 0 to 31"):
         functional.embedding(torch.tensor([32]), weight)
 

@@ -18,6 +18,7 @@ from hf_specdec.cpu.operations import (
     INT8_ROUNDED,
     NO_ACTIVATION,
     PACKED,
+    can_multiply,
     define_operations,
     pack_blocks,
 )
@@ -36,7 +37,7 @@ class PackedWeight(Tensor):
     with a tensor sees `dequantize()`, a new one. It lies on the CPU, and gets no gradients.
 
     Raises:
-        UnsupportedModelError: It is moved to another device, saved or shared.
+        UnsupportedModelError: It is written to, moved to another device, saved by `save_pretrained`, or shared.
 
     Attributes:
         blocks: uint8 `[N, bytes of a row]`, as packed.h lays them out.
@@ -93,7 +94,7 @@ class PackedWeight(Tensor):
         kwargs = kwargs or {}
         with (
             torch._C.DisableTorchFunctionSubclass()
-        ):  # results are plain tensors, unless `__torch_dispatch__` keeps them
+        ):  # results are plain unless `__torch_dispatch__` keeps them packed
             found = _READING[func](*args, **kwargs) if func in _READING else NotImplemented
             return func(*args, **kwargs) if found is NotImplemented else found
 
@@ -109,6 +110,8 @@ class PackedWeight(Tensor):
                 raise UnsupportedModelError(f"GGUF blocks stay on the CPU, not on {kwargs['device']}.", UNPACKED)
             if dtype in DTYPES:
                 return cls(weight.blocks, weight.shape[1], weight.form, dtype)
+        if isinstance(args[0], cls) and func._schema.is_mutable:
+            raise UnsupportedModelError("Weights in GGUF blocks cannot be written to.", UNPACKED)
         args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -118,26 +121,30 @@ def _no_storage(*_: Any) -> Any:
 
 
 def _set_data(weight: Any, value: Any) -> None:
-    if not isinstance(value, PackedWeight):
+    if getattr(value, "blocks", None) is not getattr(weight, "blocks", value):
         raise UnsupportedModelError(f"Weights in GGUF blocks cannot become another tensor ({value.dtype}).", UNPACKED)
     Tensor.data.__set__(weight, value)  # type: ignore[attr-defined]
-    weight.blocks, weight.form = value.blocks, value.form
 
 
-def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
-    stored = stored_weight(weight)
-    if stored is None or x.dtype != weight.dtype or (torch.is_grad_enabled() and x.requires_grad):
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:  # as torch calls it
+    learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    stored = None if learns or input.dtype != weight.dtype else stored_weight(weight)
+    if stored is None or not can_multiply(input, stored.numbers, bias, stored.form):
         return NotImplemented
-    return torch.ops.hf_specdec_cpu.linear(x, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
+    return torch.ops.hf_specdec_cpu.linear(input, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
 
 
-def _embedding(ids: Tensor, weight: Any, padding_idx: int | None = None, *others: Any, **more: Any) -> Any:
-    return weight.rows(ids) if isinstance(weight, PackedWeight) else NotImplemented
+def _embedding(
+    input: Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+    *_others: Any, **_more: Any,
+) -> Any:  # fmt: skip
+    return weight.rows(input) if isinstance(weight, PackedWeight) and max_norm is None else NotImplemented
 
 
 def _getitem(weight: Any, index: Any) -> Any:
-    is_ids = isinstance(weight, PackedWeight) and isinstance(index, Tensor) and index.dtype == torch.long
-    return weight.rows(index) if is_ids else NotImplemented
+    if not (isinstance(weight, PackedWeight) and isinstance(index, Tensor) and index.dtype == torch.long):
+        return NotImplemented
+    return weight.rows(torch.where(index < 0, index + len(weight), index))
 
 
 _READING: dict[Any, Callable[..., Any]] = {

@@ -206,6 +206,8 @@ def _end(data: mmap.mmap, at: int) -> int:
     if kind == _ARRAY:
         kind, count = struct.unpack_from("<IQ", data, at)
         at += 12
+    if kind == _ARRAY:
+        raise ValueError("it holds a list of lists")
     if kind != _STRING:
         return at + count * _VALUE_SIZES[kind]
     for _ in range(count):
