@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1095, "cpu": 1829,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1095, "cpu": 1833,
     "drafters": 6017, "fusion": 761, "generation": 3623, "heads": 2798, "reporting": 375, "training": 4245,
     "trees": 681, "verification": 6718, "viz": 996,
 }  # fmt: skip

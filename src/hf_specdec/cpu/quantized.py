@@ -111,9 +111,13 @@ class PackedWeight(Tensor):
             if dtype in DTYPES:
                 return cls(weight.blocks, weight.shape[1], weight.form, dtype)
         if isinstance(args[0], cls) and func._schema.is_mutable:
-            raise UnsupportedModelError("Weights in GGUF blocks cannot be written to.", UNPACKED)
+            _no_writing()
         args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _no_writing(*_: Any) -> Any:
+    raise UnsupportedModelError("Weights in GGUF blocks cannot be written to.", UNPACKED)
 
 
 def _no_storage(*_: Any) -> Any:
@@ -151,7 +155,7 @@ _READING: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.untyped_storage: _no_storage, Tensor.storage: _no_storage, Tensor.data_ptr: _no_storage,
-    Tensor.share_memory_: _no_storage,
+    Tensor.share_memory_: _no_storage, Tensor.__setitem__: _no_writing,
 }  # fmt: skip
 _KEEPING = {
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
