@@ -98,6 +98,65 @@ template <class T> static void small_weights(Weights form, long rows, long k, lo
     }
 }
 
+// x W^T with weights in GGUF blocks: those of a file, read one by one, with scales of up to 2^-8, small ones included.
+static double half(uint16_t bits) {
+    const double fraction = bits & 1023, exponent = bits >> 10 & 31;
+    return exponent ? (1 + fraction / 1024) * pow(2, exponent - 15) : fraction / 1024 * pow(2, -14);
+}
+template <class T, class K> static void blocks(K, long form, long rows, long n, double &worst, long &different) {
+    const long k = 512, bytes = K::SUBSCALED ? (K::MINIMA ? 144 : 210) : 2 + K::HIGH * 4 + K::LOW * 4;
+    std::vector<uint8_t> file(n * k / K::BLOCK * bytes), packed(n * K::row_bytes(k));
+    for (uint8_t &one : file) one = uint8_t(128 + 128 * next());
+    for (size_t i = 0; i < file.size(); i += bytes)
+        for (long place : {K::SUBSCALED && !K::MINIMA ? 208 : 0, K::MINIMA ? 2 : K::SUBSCALED ? 208 : 0})
+            file[i + place + 1] = uint8_t(file[i + place + 1] % 28);  // positive, exponents of up to -9
+    std::vector<double> w;
+    const uint8_t *from = file.data();
+    while (from < file.data() + file.size()) {
+        Unpacked block;
+        read_block<K>(from, block);
+        for (long i = 0; i < K::BLOCK; i++) {
+            const uint8_t part = block.scales[i / K::SCALED], number = block.numbers[i];
+            const double scale = half(block.scale) * (!K::SUBSCALED ? 1 : K::MINIMA ? part : int8_t(part));
+            const double least = K::MINIMA ? half(block.of_minima) * block.minima[i / 32] : 0;
+            w.push_back(scale * (K::LOW == 8 ? int8_t(number) : number - K::ZERO) - least);
+        }
+    }
+    pack_blocks(form, file.data(), n, k, packed.data(), 2);
+    std::vector<int64_t> ids(n);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::vector<float> unpacked(n * k);
+    unpack_32(form, packed.data(), k, ids.data(), n, unpacked.data(), 2);
+    worst = std::max(worst, error(unpacked, w));
+
+    const auto x = numbers<T>(rows * k);
+    std::vector<double> expected;
+    for (long row = 0; row < rows; row++) {
+        std::vector<double> seen;
+        for (long g = 0; g < k / GROUP; g++) {
+            RoundedGroup group;
+            group.fill(&x[row * k + g * GROUP]);
+            for (long i = 0; i < GROUP; i++)
+                seen.push_back(form % 2 == PACKED % 2 ? widen(x[row * k + g * GROUP + i]) : double(group.numbers[i]) * group.factor);
+        }
+        for (long i = 0; i < n; i++) {
+            double sum = 0;
+            for (long j = 0; j < k; j++) sum += w[i * k + j] * seen[j];
+            expected.push_back(sum);
+        }
+    }
+    const void *const weight = packed.data();
+    const float *const scales = nullptr;
+    const T *const bias = nullptr;
+    std::vector<T> y(rows * n), alone(n);
+    Interface<T>::multiply(form, x.data(), rows, k, &weight, &scales, &bias, &n, 1, 0, nullptr, y.data(), 2);
+    worst = std::max(worst, error(y, expected));
+    for (long row = 0; row < rows; row++) {
+        Interface<T>::multiply(form, x.data() + row * k, 1, k, &weight, &scales, &bias, &n, 1, 0, nullptr, alone.data(), 1);
+        different += differ(alone.data(), y.data() + row * n, n);
+    }
+}
+
 template <class T> static double norms(long rows, long k, bool early) {
     const auto x = numbers<T>(rows * k), weight = numbers<T>(k);
     std::vector<T> y(rows * k);
@@ -328,6 +387,9 @@ template <class T> static void all(const char *name) {
                 products<T>(rows, k, 50, gated, 1 + rows % 3, product, different);
                 small_weights<T>(gated ? INT8 : INT8_ROUNDED, rows, k, 50, product, different);
             }
+    for (long rows : {1, 2, 3, 5, 8, 13})
+        for (long form = PACKED; form < PACKED + 10; form++)
+            with_kind((form - PACKED) / 2, [&](auto kind) { blocks<T>(kind, form, rows, 48, product, different); });
     for (bool early : {false, true}) norm = std::max({norm, norms<T>(3, 77, early), norms<T>(1, 576, early)});
     for (long dim : {8, 20, 64}) rotation = std::max(rotation, rotary<T>(dim));
     for (long begin : {40, 120, 300})

@@ -45,12 +45,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1086, "cpu": 1802,
-    "drafters": 6022, "fusion": 761, "generation": 3613, "heads": 2798, "reporting": 375, "training": 4245,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1095, "cpu": 1833,
+    "drafters": 6017, "fusion": 761, "generation": 3623, "heads": 2798, "reporting": 375, "training": 4245,
     "trees": 681, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1422
+MAX_LINES_AT_THE_TOP = 1425
 MAX_CLOSURE = 2349
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

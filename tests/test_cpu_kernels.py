@@ -642,7 +642,10 @@ def test_a_process_that_ends_stops_its_compiler(tmp_path: Path) -> None:
     assert not list(library.cache_directory().iterdir())
 
 
-AVX2, AVX512 = {"sse2", "avx2", "fma"}, {"sse2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AVX2, AVX512 = (
+    {"sse2", "avx2", "fma", "f16c"},
+    {"sse2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+)
 
 
 def test_the_best_instruction_set_is_chosen() -> None:

@@ -13,7 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from command_line import error_line, run
-from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError, load_gguf
+from hf_specdec import (
+    CheckpointFormatError,
+    InvalidConfigError,
+    SpeculativeDecodingError,
+    UnsupportedModelError,
+    load_gguf,
+)
+from hf_specdec.cpu.library import NoKernelsError
 from hf_specdec.cpu.quantized import PackedWeight
 from hf_specdec.generation import gguf_file
 
@@ -233,6 +240,15 @@ def test_broken_files_and_wrong_dtypes(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(CheckpointFormatError):
             load_gguf(path)
+
+
+def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise NoKernelsError("no C++ compiler was found")
+
+    monkeypatch.setattr(gguf_file, "load_library", refuse)
+    with pytest.raises(UnsupportedModelError, match=r"and no C\+\+ compiler was found. Unpack the file instead"):
+        load_gguf(make(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------- commands

@@ -17,7 +17,7 @@ from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.control import costs
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.policy import LearnedStats
+from hf_specdec.control.policy import FIRST_LEVELS, LearnedStats
 from hf_specdec.drafters import hybrid
 from hf_specdec.drafters.base import Candidates, CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.hybrid import HybridDrafter, MergedSource, _HybridSession
@@ -167,6 +167,7 @@ def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch:
     assert session._policy.queries == []
     assert free.heard == head.heard == [first, second]
     session.propose(budget)
+    assert [asked.num_steps for asked in head.asked] == [FIRST_LEVELS, FIRST_LEVELS, 6]
     # the seconds of a level at the rate of plain steps
     assert [asked.min_level_probability for asked in head.asked] == [0.0, 0.0, pytest.approx(0.25)]
     assert session.report()["query_seconds"] == {"head": 1.5}

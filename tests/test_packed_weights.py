@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import BLOCKS
 from hf_specdec.cpu.quantized import PackedWeight, stored_weight
+from hf_specdec.errors import UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -84,6 +87,16 @@ def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
                 torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rounded_rows_that_are_no_numbers(kind: str) -> None:
+    weight, x = packed(kind, 16, 256, torch.float32, round_activations=True), torch.ones(4, 256)
+    x[0, 5], x[1, 9], x[2] = torch.nan, torch.inf, 1e-38
+    found = multiply(x, weight)
+    assert found[:2].isnan().all()
+    assert torch.equal(found[2], torch.zeros(16))
+    assert torch.equal(found[3:], multiply(x[3:], weight))
+
+
 def test_what_torch_does_with_one() -> None:
     weight = nn.Parameter(packed("Q4_K", 32, 512, torch.float32), requires_grad=False)
     wide, x = weight.dequantize(), torch.randn(2, 512)
@@ -103,8 +116,46 @@ def test_what_torch_does_with_one() -> None:
     learned = x.clone().requires_grad_()
     functional.linear(learned, weight).sum().backward()
     assert torch.allclose(learned.grad, wide.sum(0).expand(2, -1), atol=1e-4)
+    assert torch.equal(functional.linear(input=x, weight=weight), functional.linear(x, weight))
+    assert torch.equal(weight[torch.tensor([-1, 2])], wide[[-1, 2]])
+    for wrong in (torch.randn(2, 256), torch.randn(2, 512, dtype=torch.float64)):
+        with pytest.raises(RuntimeError):
+            functional.linear(wrong, weight)
+    renormalise = lambda: functional.embedding(torch.tensor([3]), weight, max_norm=1.0)  # noqa: E731
+    for write in (
+        renormalise,
+        lambda: weight.mul_(2),
+        lambda: weight.__setitem__(0, 0.0),
+        lambda: weight.data.copy_(wide),
+    ):
+        with pytest.raises(UnsupportedModelError, match="written"):
+            write()
     with pytest.raises(IndexError, match="from 0 to 31"):
         functional.embedding(torch.tensor([32]), weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_done_with_one(tmp_path: Path) -> None:
+    """Nothing becomes a tensor of full size unnoticed."""
+    model = packed_model("llama", torch.float32, round_activations=False)
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(ids).logits
+    for refused in (
+        lambda: model.save_pretrained(tmp_path), lambda: model.to("meta"), model.share_memory, model.half,
+        lambda: model.resize_token_embeddings(600),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match="gguf_file"):
+            refused()
+    model = packed_model("llama", torch.float32, round_activations=False)
+    torch.save(model.state_dict(), tmp_path / "weights")
+    state = torch.load(tmp_path / "weights", weights_only=False)
+    assert torch.equal(state["lm_head.weight"].dequantize(), model.lm_head.weight.dequantize())
+    tuned = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"]))
+    torch.testing.assert_close(tuned(ids).logits, before)
+    assert copy.deepcopy(model).to(torch.bfloat16)(ids).logits.dtype == torch.bfloat16
+    untied = packed_model("qwen3", torch.float32, round_activations=False)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(untied, backend="eager")(ids).logits, untied(ids).logits)
 
 
 def test_which_weights_stay_packed() -> None:

@@ -32,7 +32,8 @@ import generative
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, stored_in_int8
+from hf_specdec.cpu.operations import INT8, INT8_ROUNDED
+from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
 
@@ -237,7 +238,7 @@ def test_quantised(library: str, config: str, tmp_path: Path) -> None:
         given = transformers.TorchAoConfig(getattr(quantization, config)())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     model.generation_config = zoo.build("llama").generation_config
-    stored = [one for one in map(stored_in_int8, model.parameters()) if one is not None]
+    stored = [one for one in map(stored_weight, model.parameters()) if one is not None]
     assert len(stored) == 7 * model.config.num_hidden_layers
     rounds = config.startswith("Int8Dynamic")
     assert {one.form for one in stored} == {INT8_ROUNDED if rounds else INT8}

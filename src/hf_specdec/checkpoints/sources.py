@@ -48,8 +48,8 @@ def model_directory(name: str) -> Path | None:
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a name is that of a GGUF file, by its suffix."""
-    return str(source).endswith(".gguf")
+    """Whether a name is that of a GGUF file, by its suffix; a directory is none."""
+    return str(source).lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(source))
 
 
 def _gguf_file(name: str) -> Path:

@@ -96,9 +96,15 @@ struct RoundedGroup {
         Floats most = {};
         for (long i = 0; i < GROUP; i += LANES) {
             const Floats some = floats(from + i), size = some < 0 ? -some : some;
-            most = size > most ? size : most;
+            most = size <= most ? most : size == size ? size : Floats{} + INFINITY;
         }
-        const float largest = largest_lane(most), inverse = largest > 0 ? 127 / largest : 0;
+        const float largest = largest_lane(most);
+        if (!(largest > 1e-30f && largest < INFINITY)) {  // nothing, or some are no numbers: nor is the result
+            *this = {};
+            if (!(largest <= 1e-30f)) factor = whole = NAN;
+            return;
+        }
+        const float inverse = 127 / largest;
         factor = largest / 127;
         for (int half = 0; half < 2; half++) {
             SignedWords added = {};

@@ -329,8 +329,7 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
 // as long as four multiplications of floats, and does the work of two.
 static bool use_pairs = false;
 
-// How weights are stored, and what they are multiplied with.
-// From `PACKED` on, see `with_kind`.
+// How weights are stored, and what they are multiplied with; from `PACKED` on, see `with_kind`.
 enum Weights : long { SAME, INT8, INT8_ROUNDED, PACKED };
 
 template <class T, class... Given>

@@ -18,11 +18,14 @@ from hf_specdec.cpu.operations import (
     INT8_ROUNDED,
     NO_ACTIVATION,
     PACKED,
+    can_multiply,
     define_operations,
-    linear,
     pack_blocks,
 )
+from hf_specdec.errors import UnsupportedModelError
 
+UNPACKED = "Unpack the file instead: AutoModelForCausalLM.from_pretrained(directory, gguf_file=name)."
+"""Hint of errors."""
 TILE = 16
 """The number of rows must be divisible by it: packed.h holds 4, 8 or 16 rows side by side."""
 
@@ -32,6 +35,9 @@ class PackedWeight(Tensor):
 
     `functional.linear`, `functional.embedding` and indexing of rows read the blocks. Everything else that torch can do
     with a tensor sees `dequantize()`, a new one. It lies on the CPU, and gets no gradients.
+
+    Raises:
+        UnsupportedModelError: It is written to, moved to another device, saved by `save_pretrained`, or shared.
 
     Attributes:
         blocks: uint8 `[N, bytes of a row]`, as packed.h lays them out.
@@ -43,6 +49,7 @@ class PackedWeight(Tensor):
 
     def __new__(cls, blocks: Tensor, size: int, form: int, dtype: torch.dtype) -> PackedWeight:
         """Return a weight with K = `size`."""
+        define_operations()
         shape = (len(blocks), size)
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
         made.blocks, made.form = blocks, form
@@ -73,7 +80,6 @@ class PackedWeight(Tensor):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `[*ids, K]` in its dtype."""
-        define_operations()
         found: Tensor = torch.ops.hf_specdec_cpu.unpack(self.blocks, ids, self.form, self.dtype)
         return found
 
@@ -88,7 +94,7 @@ class PackedWeight(Tensor):
         kwargs = kwargs or {}
         with (
             torch._C.DisableTorchFunctionSubclass()
-        ):  # results are plain tensors, unless `__torch_dispatch__` keeps them
+        ):  # results are plain unless `__torch_dispatch__` keeps them packed
             found = _READING[func](*args, **kwargs) if func in _READING else NotImplemented
             return func(*args, **kwargs) if found is NotImplemented else found
 
@@ -99,32 +105,57 @@ class PackedWeight(Tensor):
         """Keep the blocks in another tensor, or compute with the dequantised weight."""
         kwargs = kwargs or {}
         if func in _KEEPING:
-            weight = args[0]
-            device, dtype = kwargs.get("device") or weight.device, kwargs.get("dtype") or weight.dtype
-            if torch.device(device).type == "cpu" and dtype in DTYPES:
+            weight, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+            if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+                raise UnsupportedModelError(f"GGUF blocks stay on the CPU, not on {kwargs['device']}.", UNPACKED)
+            if dtype in DTYPES:
                 return cls(weight.blocks, weight.shape[1], weight.form, dtype)
+        if isinstance(args[0], cls) and func._schema.is_mutable:
+            _no_writing()
         args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
-    stored = stored_weight(weight)
-    if stored is None or x.dtype != weight.dtype or (torch.is_grad_enabled() and x.requires_grad):
+def _no_writing(*_: Any) -> Any:
+    raise UnsupportedModelError("Weights in GGUF blocks cannot be written to.", UNPACKED)
+
+
+def _no_storage(*_: Any) -> Any:
+    raise UnsupportedModelError("Weights in GGUF blocks cannot be saved as tensors, nor shared.", UNPACKED)
+
+
+def _set_data(weight: Any, value: Any) -> None:
+    if getattr(value, "blocks", None) is not getattr(weight, "blocks", value):
+        raise UnsupportedModelError(f"Weights in GGUF blocks cannot become another tensor ({value.dtype}).", UNPACKED)
+    Tensor.data.__set__(weight, value)  # type: ignore[attr-defined]
+
+
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:  # as torch calls it
+    learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    stored = None if learns or input.dtype != weight.dtype else stored_weight(weight)
+    if stored is None or not can_multiply(input, stored.numbers, bias, stored.form):
         return NotImplemented
-    return linear(x, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
+    return torch.ops.hf_specdec_cpu.linear(input, [stored.numbers], [bias], NO_ACTIVATION, None, None, stored.form)
 
 
-def _embedding(ids: Tensor, weight: Any, padding_idx: int | None = None, *others: Any, **more: Any) -> Any:
-    return weight.rows(ids) if isinstance(weight, PackedWeight) else NotImplemented
+def _embedding(
+    input: Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+    *_others: Any, **_more: Any,
+) -> Any:  # fmt: skip
+    return weight.rows(input) if isinstance(weight, PackedWeight) and max_norm is None else NotImplemented
 
 
 def _getitem(weight: Any, index: Any) -> Any:
-    is_ids = isinstance(weight, PackedWeight) and isinstance(index, Tensor) and index.dtype == torch.long
-    return weight.rows(index) if is_ids else NotImplemented
+    if not (isinstance(weight, PackedWeight) and isinstance(index, Tensor) and index.dtype == torch.long):
+        return NotImplemented
+    return weight.rows(torch.where(index < 0, index + len(weight), index))
 
 
 _READING: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _getitem,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.untyped_storage: _no_storage, Tensor.storage: _no_storage, Tensor.data_ptr: _no_storage,
+    Tensor.share_memory_: _no_storage, Tensor.__setitem__: _no_writing,
 }  # fmt: skip
 _KEEPING = {
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,

@@ -34,8 +34,6 @@ from hf_specdec.verification.step import Step
 
 HEAD_NODES = 32
 """Nodes that a head drafts, root included; the merged tree takes the best of them."""
-FIRST_LEVELS = 3
-"""Most levels that a head drafts on a CPU until what a level costs is known. An assistant model has up to 31."""
 LOG_PROB_UNIT = 2.0**-20
 """Log-probabilities are sent to the host as integer multiples of this, in the same transfer as the tokens."""
 
@@ -339,10 +337,7 @@ class _HybridSession(DraftSession):
         stats = self._policy.choose_query(schedule, without, len(self._active))
         if stats is None:
             return None
-        least = self._policy.min_level_probability(schedule, without)
-        limits = replace(head.limits_within(budget, stats), min_level_probability=least)
-        if self._policy.stops_heads and not schedule.level_seconds:  # it cannot stop at levels that do not pay
-            limits = replace(limits, num_steps=min(limits.num_steps, FIRST_LEVELS))
+        limits = self._policy.within_levels(head.limits_within(budget, stats), schedule, without)
         begin, before = time.perf_counter(), one_time_work()
         draft = head.session.propose(limits)
         candidates = _candidates(draft, read(*_as_integers(draft)))

@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from hf_specdec.cpu.quantized import PackedWeight
+from hf_specdec.cpu.library import NoKernelsError, load_library
+from hf_specdec.cpu.quantized import UNPACKED, PackedWeight
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, UnsupportedModelError, listed, translated
 from hf_specdec.transformers_private import set_model_name
 
@@ -66,7 +67,8 @@ def load_gguf(
     Raises:
         CheckpointFormatError: The file is broken or incomplete, or the package gguf is not installed.
         InvalidConfigError: The dtype is another one.
-        UnsupportedModelError: The model cannot be loaded from GGUF, such as a mixture of experts.
+        UnsupportedModelError: The model cannot be loaded from GGUF, such as a mixture of experts, or there are no CPU
+            kernels for this machine.
 
     Example:
         ```python
@@ -75,6 +77,12 @@ def load_gguf(
     """
     if dtype not in GGUF_DTYPES:
         raise InvalidConfigError(f"A GGUF file cannot be loaded in {dtype}.", "Use float32 or bfloat16.")
+    try:
+        load_library()
+    except NoKernelsError as error:
+        raise UnsupportedModelError(
+            f"GGUF weights stay packed only with the CPU kernels, and {error}.", UNPACKED
+        ) from error
     with _loading(path):
         file = _File(Path(path).expanduser())
         model = _empty_model(file, GGUF_DTYPES[dtype], attn_implementation)
@@ -198,6 +206,8 @@ def _end(data: mmap.mmap, at: int) -> int:
     if kind == _ARRAY:
         kind, count = struct.unpack_from("<IQ", data, at)
         at += 12
+    if kind == _ARRAY:
+        raise ValueError("it holds a list of lists")
     if kind != _STRING:
         return at + count * _VALUE_SIZES[kind]
     for _ in range(count):
