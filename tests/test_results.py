@@ -117,6 +117,24 @@ def test_rollouts_of_a_trainer() -> None:
         assert re.search(rf"{plain:.2f} s (plainly )?and {drafted:.2f} s[^(]*\([^)]*{plain / drafted:.2f}x\)", text)
 
 
+def test_the_race_of_quantised_weights() -> None:
+    """Tokens per second, ratios to llama.cpp without drafts by question, and the peak of memory in GiB."""
+    page, result = (ROOT / "docs" / "quantized.md").read_text(), rows_of("quantized_cpu.json")
+    assert re.match(r"[0-9a-f]{40}", result["environment"]["commit"])
+
+    def speeds(run: Any, name: str) -> dict[int, float]:
+        return {row["index"]: row["tokens"] / row["seconds"] for row in run["rows"] if row["set"] == name}
+
+    (peer,) = (run for run in result["runs"] if (run["form"], run["mode"]) == ("llama.cpp", "plain"))
+    for run in result["runs"]:
+        cells = [run["form"], run["mode"]]
+        for name in ("coding", "spec_bench"):
+            own, others = speeds(run, name), speeds(peer, name)
+            ratios = [own[index] / others[index] for index in own]
+            cells += [f"{median(own.values()):.1f}", f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"]
+        assert f"| {' | '.join(cells)} | {run['memory']['end']['peak'] / 1024:.1f} |" in page
+
+
 def test_lossy_acceptance() -> None:
     page = (ROOT / "docs" / "benchmarks" / "history.md").read_text()
     for row in rows_of("lossy_cpu_bf16.json")["rules"]:
