@@ -200,8 +200,8 @@ BROKEN: dict[str, tuple[str, dict[str, tuple[str, Any]], dict[str, int]]] = {
         "llama", changed("blk.1.attn_q.weight", None), {},
     ),
     "no tensors for parameters of LlamaForCausalLM: lm_head.weight": ("llama", changed("token_embd.weight", None), {}),
-    "no parameters of LlamaForCausalLM: blk.0.other.weight": ("llama", changed("blk.0.other.weight", ROW), {}),
-    "no parameters of LlamaForCausalLM: rope_freqs.weight": ("llama", changed("rope_freqs.weight", ROW), {}),
+    "LlamaForCausalLM has no parameters for: blk.0.other.weight": ("llama", changed("blk.0.other.weight", ROW), {}),
+    "LlamaForCausalLM has no parameters for: rope_freqs.weight": ("llama", changed("rope_freqs.weight", ROW), {}),
     "mixture of experts: blk.0.ffn_up_exps.weight": (
         "llama", changed("blk.0.ffn_up_exps.weight", ("F32", np.ones((2, 2, 2), np.float32))), {},
     ),

@@ -55,7 +55,7 @@ def is_gguf(source: str | Path) -> bool:
 def _gguf_file(name: str) -> Path:
     path = checked_path(os.path.expanduser(name), CheckpointFormatError)
     if not path.is_file():
-        raise CheckpointFormatError(f"The model {name!r} cannot be loaded: there is no such file.", EXPECTED_MODEL)
+        raise CheckpointFormatError(f"The model {name!r} cannot be loaded: the file does not exist.", EXPECTED_MODEL)
     return path
 
 

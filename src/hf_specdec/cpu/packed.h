@@ -99,7 +99,7 @@ struct RoundedGroup {
             most = size <= most ? most : size == size ? size : Floats{} + INFINITY;
         }
         const float largest = largest_lane(most);
-        if (!(largest > 1e-30f && largest < INFINITY)) {  // nothing, or some are no numbers: nor is the result
+        if (!(largest > 1e-30f && largest < INFINITY)) {  // all are about 0, or some are not finite
             *this = {};
             if (!(largest <= 1e-30f)) factor = whole = NAN;
             return;

@@ -275,7 +275,8 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
     const bool in_streams = D::is_packed ? rows <= MOST
                             : rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
     const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / pitch / 12 * 12));
-    const long several = D::is_packed ? PANEL : rows <= MOST ? SMALL_PANEL : fitting;  // a panel is read once: what is before it is not prefetched
+    // a panel that one group of rows passes is read once: no other panel is prefetched meanwhile
+    const long several = D::is_packed ? PANEL : rows <= MOST ? SMALL_PANEL : fitting;
     const long height = in_streams ? std::max<long>(1, last - first) : several;
     const long space = (height + LANES - 1) / LANES * LANES + LANES;
     static thread_local std::vector<float> made;

@@ -92,9 +92,7 @@ class PackedWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Read the blocks, if that can be done."""
         kwargs = kwargs or {}
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # results are plain unless `__torch_dispatch__` keeps them packed
+        with torch._C.DisableTorchFunctionSubclass():  # only `__torch_dispatch__` decides what stays packed
             found = _READING[func](*args, **kwargs) if func in _READING else NotImplemented
             return func(*args, **kwargs) if found is NotImplemented else found
 
@@ -110,7 +108,7 @@ class PackedWeight(Tensor):
                 raise UnsupportedModelError(f"GGUF blocks stay on the CPU, not on {kwargs['device']}.", UNPACKED)
             if dtype in DTYPES:
                 return cls(weight.blocks, weight.shape[1], weight.form, dtype)
-        if isinstance(args[0], cls) and func._schema.is_mutable:
+        if args and isinstance(args[0], cls) and func._schema.is_mutable:
             _no_writing()
         args, kwargs = tree_map(lambda one: one.dequantize() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
@@ -125,7 +123,8 @@ def _no_storage(*_: Any) -> Any:
 
 
 def _set_data(weight: Any, value: Any) -> None:
-    if getattr(value, "blocks", None) is not getattr(weight, "blocks", value):
+    are_packed = isinstance(weight, PackedWeight) and isinstance(value, PackedWeight)
+    if not are_packed or value.blocks is not weight.blocks:  # only the dtype may differ
         raise UnsupportedModelError(f"Weights in GGUF blocks cannot become another tensor ({value.dtype}).", UNPACKED)
     Tensor.data.__set__(weight, value)  # type: ignore[attr-defined]
 

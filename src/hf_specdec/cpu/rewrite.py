@@ -382,15 +382,7 @@ def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
     scales, form = node.args[5:7] if form_of(node) else (None, SAME)
     of_biases = tuple(None if bias is None else places[bias] for bias in biases)
     sizes = tuple(len(weight.meta["val"]) for weight in weights)
+    of_scales = tuple(places[one] for one in scales or ())
     return ChainStep(
-        places[x],
-        of_weights,
-        k,
-        size,
-        of_biases,
-        sizes,
-        activation,
-        residual,
-        form=form,
-        scales=tuple(places[one] for one in scales or ()),
+        places[x], of_weights, k, size, of_biases, sizes, activation, residual, scales=of_scales, form=form
     )

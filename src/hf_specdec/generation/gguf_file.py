@@ -67,8 +67,8 @@ def load_gguf(
     Raises:
         CheckpointFormatError: The file is broken or incomplete, or the package gguf is not installed.
         InvalidConfigError: The dtype is another one.
-        UnsupportedModelError: The model cannot be loaded from GGUF, such as a mixture of experts, or there are no CPU
-            kernels for this machine.
+        UnsupportedModelError: Such a model (a mixture of experts, for example) cannot be loaded from GGUF, or this
+            machine cannot run the CPU kernels.
 
     Example:
         ```python
@@ -228,7 +228,7 @@ def _config(file: _File) -> Any:
 
 
 def _empty_model(file: _File, dtype: torch.dtype, attn_implementation: str | None) -> Any:
-    """Return the model, with parameters on the meta device and real buffers; refuse a file that is no such model."""
+    """Return the model, with parameters on the meta device and real buffers; refuse other files."""
     if file.number("split.count") > 1:
         raise UnsupportedModelError(
             f"{str(file.path)!r} is one of several files of a model.",
@@ -260,23 +260,20 @@ class _Plan:
         self._frequencies = [
             buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in FREQUENCY_BUFFERS
         ]
-        self._divisors = [tensor for tensor in file.tensors if self._divides_frequencies(tensor)]
+        sizes = {tuple(buffer.shape) for buffer in self._frequencies}
+        self._divisors = [one for one in file.tensors if one.name == FREQUENCY_DIVISORS and sizes == {one.shape}]
         self.tensors = [tensor for tensor in file.tensors if tensor not in self._divisors]
         """Those that become parameters."""
         self._check()
         self._rows = {tensor.name: self._packed_rows(tensor) for tensor in self.tensors if tensor.is_quantised}
         self._warn_of_unpacked()
 
-    def _divides_frequencies(self, tensor: _Tensor) -> bool:
-        sizes = {tuple(buffer.shape) for buffer in self._frequencies}
-        return tensor.name == FREQUENCY_DIVISORS and sizes == {tensor.shape}
-
     def _check(self) -> None:
         """Refuse a file that holds more, less or other tensors than the model."""
         state, file, kind = self._model.state_dict(), str(self._file.path), type(self._model).__name__
         if unknown := [tensor.name for tensor in self.tensors if tensor.name not in self.names]:
             raise UnsupportedModelError(
-                f"{file!r} holds tensors that are no parameters of {kind}: {listed(unknown, 3)}.", OTHER_FORMAT
+                f"{file!r} holds tensors that {kind} has no parameters for: {listed(unknown, 3)}.", OTHER_FORMAT
             )
         missing = set(state) - {self.names[tensor.name] for tensor in self.tensors}
         self._model.tie_weights(missing_keys=missing, recompute_mapping=False)
