@@ -158,6 +158,18 @@ def test_a_node_costs_no_more_in_a_wide_step_than_in_a_narrow_one() -> None:
     assert 3.0 <= known.table()[7] < 4.0
 
 
+def test_a_width_that_is_tried_again_is_not_assumed_cheaper_than_a_narrower_one() -> None:
+    """Else, once in a few hundred steps, a tree of 16 nodes took eight plain steps where two already cost too much."""
+    known = StepCosts({1: 1.0, 2: 1.4, 4: 2.2, 8: 4.0, 16: 8.0})
+    for _ in range(1000):
+        known.observe(1, 1.0)
+        known.observe(2, 1.4)
+    assert known.table()[15] >= known.table()[1] == pytest.approx(1.4)
+    for _ in range(500):
+        known.observe(1, 1.0)
+    assert known.table()[15] < 4.0  # more slowly than a cheaper width, but it is tried again
+
+
 def test_a_step_far_below_its_cost_corrects_it_fully() -> None:
     known = StepCosts({1: 1.0, 2: 1.9, 4: 3.6, 8: 7.0})
     for _ in range(20):  # more than the first steps, which always count fully

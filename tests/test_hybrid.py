@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.control import policy
-from hf_specdec.control.policy import MIN_BATCH_GAIN, UNKNOWN, HeadSchedule, LearnedStats, StopRule, Width, best_width
+from hf_specdec.control.policy import (
+    MIN_BATCH_GAIN,
+    UNKNOWN,
+    HeadSchedule,
+    LearnedStats,
+    Opening,
+    StopRule,
+    Width,
+    best_width,
+)
 from hf_specdec.drafters.base import Candidate, Candidates
 from hf_specdec.drafters.candidates import DraftedCandidates, MergedTree, merge_children, merge_sources
 from hf_specdec.drafters.hybrid import HybridDrafter
@@ -235,6 +244,19 @@ def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
     assert option.seconds == pytest.approx(0.4, rel=0.05)
     source.time_levels(4, 0.4)
     assert source.level_seconds == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_prompt_is_read_for_a_head_once_queries_would_have_paid_for_it() -> None:
+    head, without = HeadSchedule(4, full_depth_only=True), Width(4, 1.5, 1.5, 1.0)
+    for _ in range(20):
+        head.options[0].learn(without, Width(8, 3.0, 3.0, 1.2), 1.5, 1)
+    head.time_opening(100, 20.0)
+    assert head.opening_seconds == pytest.approx(0.2)
+    # a query saves 0.4 s of a step: twice the tokens in 1.2 times the seconds
+    for seconds, tokens_left, expected in ((3.0, 1000, 0), (9.9, 1000, 16), (9.9, 30, None)):
+        opening = Opening(seconds)
+        steps_waited = next((step for step in range(60) if head.choose(without, 1, opening, tokens_left)), None)
+        assert steps_waited == expected
 
 
 def test_what_was_learned_with_one_row_is_expected_of_more() -> None:

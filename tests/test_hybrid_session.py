@@ -113,10 +113,37 @@ def test_expected_and_accepted_drafts_are_counted() -> None:
             classes[index][1] += hit
     sums = [sum(column) for column in zip(*classes, strict=True)]
     others = [(sums[1] - hits + 1) / (sums[0] - total + 1) for total, hits in classes]
-    assert learned.trust("free") == pytest.approx(
-        [(hits + guess) / (total + 1) for (total, hits), guess in zip(classes, others, strict=True)]
-    )
+    usual = [(hits + guess) / (total + 1) for (total, hits), guess in zip(classes, others, strict=True)]
+    assert max(learned.trust("free")) < max(usual)  # 2 hits of 2.5 expected in this text
+    learned.begin_text()
+    assert learned.trust("free") == pytest.approx(usual)
     assert learned.trust("other") == (1, 1, 1, 1)
+
+
+def test_a_source_that_is_wrong_in_this_text_loses_trust_until_the_next_one() -> None:
+    learned = LearnedStats()
+    for _ in range(100):
+        learned.count("lookup", [(1, 0.5)], 1)
+        learned.count("lookup", [(1, 0.5)], 2)
+    learned.begin_text()
+    usual = learned.trust("lookup")
+    for _ in range(10):
+        learned.count("lookup", [(1, 0.5)], 2)  # ten misses where five hits were expected
+    assert max(learned.trust("lookup")) < 0.2
+    learned.begin_text()
+    assert min(learned.trust("lookup")) > 0.8 * min(usual)
+    for _ in range(10):
+        learned.count("lookup", [(1, 0.5)], 1)  # more hits than expected add nothing: wide trees would follow
+    assert max(learned.trust("lookup")) < 1.1
+
+
+def test_what_a_head_has_learned_stays_known_to_the_end_of_an_answer() -> None:
+    """A budget gets shallower when few tokens are left: that is no other head."""
+    session, learned = merging([7], (1.0,) * 8, head=Head([7]))
+    for depth in (6, 5, 2):
+        session.propose(Budget(8, depth, 4))
+        session.observe(emitted((1,)))
+    assert [schedule.deepest.num_steps for schedule in learned.schedules.values()] == [6]
 
 
 def test_long_repetitions_that_are_wrong_lose_trust_alone() -> None:

@@ -12,6 +12,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from hf_specdec.trees.draft import Budget, StepCostFunction
@@ -124,6 +125,9 @@ FADED_QUERIES = 4
 that makes a good head useless, it is left out after about 25 queries instead of 37; with a smaller number, a trainer's
 usual small changes would make the gain of a good head uncertain in every call."""
 
+SURE_STEPS = 8
+"""Steps for which a call is assumed to go on at its start, when a head has yet to read the prompt: see `Opening`."""
+
 PRIOR_GAIN = 1.5
 """Assumed gain of an unknown head, in accepted tokens per row and step, if none are expected from the free sources. If
 even that would not pay, the first trials are skipped."""
@@ -150,17 +154,17 @@ class QueryStats:
     trials: int = FIRST_TRIALS  # number of first queries, made to measure gain and cost
     stale: int = 0  # steps from the previous query to the latest one
 
-    def is_due(self, without: Width, rows: int, share: float) -> bool:
+    def is_due(self, without: Width, rows: int, share: float, opening: float = 0.0) -> bool:
         """Whether to try this depth of a head although the best width `without` the head is expected to be faster.
 
         The first trials are made if a good head could pay. Later ones follow a pause: the cost may have been measured
         under other load, and the gain on another kind of text. `share` is the fraction of the time that trials may
-        take, which limits the pause; 0: `MAX_PAUSE` limits it.
+        take, which limits the pause; 0: `MAX_PAUSE` limits it. `opening` are seconds of reading the prompt first.
         """
         if self.num_queries < self.trials and self.rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
         longest = self.seconds / (share * without.seconds) if share else MAX_PAUSE
-        return self.waited > min(self.pause, max(longest, MIN_PAUSE))
+        return self.waited > min(self.pause, max(longest, MIN_PAUSE)) + opening / (TRIAL_SHARE * without.seconds)
 
     def fade(self) -> None:
         """Give new queries more weight against the known gains, and let them come earlier; keep the cost."""
@@ -191,6 +195,24 @@ class QueryStats:
         self.num_queries += 1
         weight = max(HEAD_SMOOTHING, 1 / self.num_queries)
         self.seconds = _average_time(self.seconds, with_it.seconds - without.seconds, weight)
+
+
+@dataclass(slots=True)
+class Opening:
+    """What a head's first draft in a call takes longer than others, because it reads the prompt.
+
+    The length of an answer is not known before. A head that pays is queried once it would have saved these seconds in
+    the steps so far (and in `SURE_STEPS` more), had it been queried from the start: at most as much time is then lost
+    as could have been gained. It is not queried if it cannot save them in the tokens that may still be emitted.
+    """
+
+    seconds: float
+    saved: float = 0.0  # by queries in the steps so far
+
+    def pays(self, saving: float, steps_left: float) -> bool:
+        """Count the seconds that a query would save in this step; return whether to begin."""
+        self.saved += saving
+        return min(self.saved + SURE_STEPS * saving, steps_left * saving) >= self.seconds
 
 
 def _average_time(average: float, seconds: float, weight: float) -> float:
@@ -224,6 +246,7 @@ class HeadSchedule:
         depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
         self.options = [QueryStats(depth) for depth in ([num_steps] if full_depth_only else sorted(depths))]
         self.level_seconds = 0.0  # moving average of drafting one level; 0.0: not measured yet
+        self.opening_seconds = 0.0  # per token of the prompt, moving average, see `Opening`; 0.0: not measured yet
 
     @property
     def deepest(self) -> QueryStats:
@@ -247,19 +270,33 @@ class HeadSchedule:
         known = self.level_seconds
         self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
-    def choose(self, without: Width, rows: int) -> QueryStats | None:
+    def time_opening(self, tokens: int, seconds: float) -> None:
+        """Update the average time of reading a prompt of this many tokens, given its seconds, see `Opening`."""
+        per_token, known = max(seconds, 0.0) / max(tokens, 1), self.opening_seconds
+        self.opening_seconds = _average_time(known, per_token, FASTER_SMOOTHING) if known else per_token
+
+    def choose(
+        self, without: Width, rows: int, opening: Opening | None = None, tokens_left: float = inf
+    ) -> QueryStats | None:
         """Choose the depth to query in this step (None: do not query), and update waiting times and pauses.
 
-        Call at most once per step, with the best width without the head and the number of active rows.
+        Call at most once per step, with the best width without the head and the number of active rows. An `opening`
+        is given if the head has yet to read the prompt of this call, and at most how many tokens a row may still emit.
         """
         for option in self.options:
             option.waited += 1
         best = max(self.options, key=lambda option: option.rate(without, rows))
-        paying = best if best.rate(without, rows) > without.rate else None
+        rate = best.rate(without, rows)
+        paying = best if rate > without.rate else None
+        if paying is not None and opening:
+            steps_left = tokens_left / (rate * (without.seconds + paying.seconds) / rows)
+            if not opening.pays(without.seconds * (1 - without.rate / rate), steps_left):
+                return None
         # if some depth pays, trials can only find a better depth, so they are rare
         share = TRIAL_SHARE / len(self.options) if paying is None else 0.0
         others = (option for option in self.options if option is not paying)
-        due = next((option for option in others if option.is_due(without, rows, share)), None)
+        extra = opening.seconds if opening else 0.0
+        due = next((option for option in others if option.is_due(without, rows, share, extra)), None)
         if due is not None and due.num_queries >= due.trials:
             due.pause *= 2
         chosen = due or paying
@@ -282,6 +319,9 @@ per token, may be wrong in a text whose short ones are right, and would waste ma
 
 TRUST_MEMORY = 0.99
 """Fraction of a source's counts of hits and expected hits that is kept at each new position."""
+
+TEXT_WEIGHT = 1.0
+"""Weight of earlier texts, in expected hits, in the trust of this text."""
 
 Trust = tuple[float, ...]
 """Factors for a source's probabilities, by class, see `trust_class`."""
@@ -308,6 +348,11 @@ class LearnedStats:
         self.schedules: dict[tuple[str, int], HeadSchedule] = {}
         # by source: expected and actual hits of each class; old ones fade
         self._hits: dict[str, list[tuple[float, float]]] = {}
+        self._of_text: dict[str, tuple[float, float]] = {}  # by source: hits expected with its usual trust, and actual
+
+    def begin_text(self) -> None:
+        """Forget how often the sources were right in the last call's text."""
+        self._of_text = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything learned."""
@@ -340,7 +385,13 @@ class LearnedStats:
         return known
 
     def trust(self, source: str) -> Trust:
-        """Return the factors for a source's probabilities: the ratios of its hits to its expected hits, smoothed."""
+        """Return the factors for a source's probabilities: its usual trust, less if it is right less often here."""
+        expected, hits = self._of_text.get(source, (0.0, 0.0))
+        here = min(1.0, (hits + TEXT_WEIGHT) / (expected + TEXT_WEIGHT))
+        return tuple(here * factor for factor in self._usual_trust(source))
+
+    def _usual_trust(self, source: str) -> Trust:
+        """Return the ratios of a source's hits to its expected hits, smoothed."""
         classes = self._hits.get(source)
         if classes is None:
             return UNKNOWN
@@ -357,11 +408,14 @@ class LearnedStats:
         """Count one emitted token at whose position a source had these candidates (tokens and probabilities)."""
         before = self._hits.get(source) or [(0.0, 0.0)] * len(UNKNOWN)
         classes = [(TRUST_MEMORY * expected, TRUST_MEMORY * hits) for expected, hits in before]
+        expected_here, hits_here = self._of_text.get(source, (0.0, 0.0))
+        usual = self._usual_trust(source)
         for token, probability in candidates:
             index = trust_class(probability)
             expected, hits = classes[index]
             classes[index] = expected + probability, hits + (token == emitted)
-        self._hits[source] = classes
+            expected_here, hits_here = expected_here + usual[index] * probability, hits_here + (token == emitted)
+        self._hits[source], self._of_text[source] = classes, (expected_here, hits_here)
 
 
 # ------------------------------------------------------------------------------------------- one generation
@@ -444,7 +498,10 @@ class MergePolicy:
         full_depth_only = self._stops_heads or launches
         return self._learned.schedule(name, self._batch_size, num_steps, full_depth_only=full_depth_only)
 
-    def choose_query(self, schedule: HeadSchedule, without: Width | None, active_rows: int) -> QueryStats | None:
+    def choose_query(
+        self, schedule: HeadSchedule, without: Width | None, active_rows: int, opening: Opening | None = None,
+        tokens_left: float = inf,
+    ) -> QueryStats | None:  # fmt: skip
         """Return the statistics of the depth to query a head to; None: do not query it.
 
         Before the host has read a step, the best width without heads is not known for the next one: that of this step
@@ -452,7 +509,7 @@ class MergePolicy:
         """
         if without is None or self._step_costs is None:
             return None if without is None else schedule.deepest
-        return schedule.choose(without, active_rows)
+        return schedule.choose(without, active_rows, opening, tokens_left)
 
     def within_levels(self, budget: Budget, schedule: HeadSchedule, without: Width) -> Budget:
         """Return a head's budget that ends a draft at levels that cost more than they gain.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,7 @@ class DraftContext:
         launches: Whether `DraftSession.launch` is called in every step.
         step_costs: Returns the measured seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded;
             None if not needed or unknown.
+        tokens_left: At most how many tokens a row may still emit.
     """
 
     input_ids: Tensor
@@ -66,6 +68,7 @@ class DraftContext:
     logits: Tensor | None = None
     launches: bool = False
     step_costs: StepCostFunction | None = None
+    tokens_left: float = float("inf")
 
     def texts(self) -> list[list[int]]:
         """Return each row's prompt without padding, followed by its root, on the host; reads the device once."""
@@ -77,11 +80,8 @@ def unpadded(tokens: Tensor, padding: PromptPadding | None) -> list[list[int]]:
     if padding is None:
         return read(tokens)[0]
     texts, masks = read(tokens, padding.valid)
-    behind = tokens.shape[1] - padding.valid.shape[1]
-    return [
-        [token for token, keep in zip(text, mask + [True] * behind, strict=True) if keep]
-        for text, mask in zip(texts, masks, strict=True)
-    ]
+    later = [True] * (tokens.shape[1] - padding.valid.shape[1])
+    return [list(compress(text, mask + later)) for text, mask in zip(texts, masks, strict=True)]
 
 
 class DraftTarget(Protocol):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.accepted import Stopwatch
 from hf_specdec.config import AUTO, COMBINED, HYBRID, PLAIN, SpeculativeConfig
-from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, QueryStats, Width
+from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, Opening, QueryStats, Width
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
@@ -129,11 +129,12 @@ class HybridDrafter(Drafter):
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session of every part, and return one that merges their drafts."""
-        sources = []
+        sources, deepest = [], self.limits(config).num_steps
         for name, part in self._parts.items():
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
-            sources.append(MergedSource(name, session, checked_limits(part, part_config, name)))
+            limits = checked_limits(part, part_config, name)
+            sources.append(MergedSource(name, session, replace(limits, num_steps=min(limits.num_steps, deepest))))
         return _HybridSession(sources, self.learned, context, traces=config.trace)
 
 
@@ -242,10 +243,13 @@ class MergedSource:
     limits: Budget
     num_queries: int = 0
     query_seconds: float = 0.0
+    opening: Opening | None = None  # until the first query
+    first: tuple[int, float] | None = None  # levels and seconds of the first draft, while not learned from
 
     def limits_within(self, budget: Budget, stats: QueryStats) -> Budget:
         """Return the budget of a query for a merged tree: a chain if that has `top_k` 1."""
-        return replace(self.limits.chain if budget.top_k == 1 else self.limits, num_steps=stats.num_steps)
+        limits = self.limits.chain if budget.top_k == 1 else self.limits
+        return replace(limits, num_steps=min(stats.num_steps, budget.num_steps))
 
 
 class _Answer(NamedTuple):
@@ -275,7 +279,9 @@ class _HybridSession(DraftSession):
         self._unread: list[tuple[MergedSource, QueryStats, Draft, int, bool, Stopwatch]] = []
         self._launched: dict[str, _Answer] = {}
         on_cpu = context.roots.device.type == "cpu"
+        self._prompt_tokens, self._tokens_left = context.input_ids.numel(), context.tokens_left
         self._learned = learned
+        learned.begin_text()
         self._policy = MergePolicy(learned, context.step_costs, len(context.roots), reads_are_free=on_cpu)
 
     # ------------------------------------------------------------------------------------------- proposing
@@ -333,8 +339,10 @@ class _HybridSession(DraftSession):
         """
         if self._launches and head.session.can_launch:
             return self._launched.get(head.name)
-        schedule = self._schedule(head, budget)
-        stats = self._policy.choose_query(schedule, without, len(self._active))
+        schedule = self._schedule(head)
+        if not head.num_queries and head.opening is None and schedule.opening_seconds:
+            head.opening = Opening(schedule.opening_seconds * self._prompt_tokens)
+        stats = self._policy.choose_query(schedule, without, len(self._active), head.opening, self._tokens_left)
         if stats is None:
             return None
         limits = self._policy.within_levels(head.limits_within(budget, stats), schedule, without)
@@ -343,20 +351,25 @@ class _HybridSession(DraftSession):
         candidates = _candidates(draft, read(*_as_integers(draft)))
         usual = head.num_queries > 0 and one_time_work() == before  # the first draft reads the prompt
         answer = _Answer(stats, candidates, time.perf_counter() - begin, usual)
+        levels = max(row.depth for row in candidates)
         if usual:
-            schedule.time_levels(max(row.depth for row in candidates), answer.seconds)
+            schedule.time_levels(levels, answer.seconds)
+        elif not head.num_queries:
+            head.first, head.opening = (levels, answer.seconds), None
+        if head.first and schedule.level_seconds:  # what its levels did not take was the prompt
+            schedule.time_opening(self._prompt_tokens, head.first[1] - head.first[0] * schedule.level_seconds)
+            head.first = None
         return answer
 
-    def _schedule(self, head: MergedSource, budget: Budget) -> HeadSchedule:
-        num_steps = min(head.limits.num_steps, budget.num_steps)
-        return self._policy.schedule(head.name, num_steps, launches=head.session.can_launch)
+    def _schedule(self, head: MergedSource) -> HeadSchedule:
+        return self._policy.schedule(head.name, head.limits.num_steps, launches=head.session.can_launch)
 
     def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         tensors = list[Tensor]()
         for head in self._heads:
             if not head.session.can_launch:
                 continue
-            stats = self._policy.choose_query(self._schedule(head, budget), self._policy.without, len(self._active))
+            stats = self._policy.choose_query(self._schedule(head), self._policy.without, len(self._active))
             if stats is None:
                 continue
             limits = head.limits_within(budget, stats)
@@ -406,6 +419,7 @@ class _HybridSession(DraftSession):
         self._proposed = False
         accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)
         num_emitted = sum(map(len, emitted))
+        self._tokens_left -= max(map(len, emitted))
         self._policy.observe(num_emitted, accepted, len(self._active), time.perf_counter() - begin)
         for head in self._heads:
             head.session.observe(step)
