@@ -202,7 +202,8 @@ ROWS: tuple[Row, ...] = (
 
 BY_NAME = {row.name: row for row in ROWS}
 
-WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "pard"))
+UNWALKED = ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "pard")
+WALKED = tuple(row for row in ROWS if row.name not in UNWALKED)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
 

@@ -279,7 +279,7 @@ def test_a_head_that_is_loaded_already_is_taken(llama: Any, tmp_path: Path) -> N
 
 def test_a_parallel_head_is_not_trained_level_by_level(llama: Any, tmp_path: Path) -> None:
     head, data = random_head(llama, **PARALLEL), [Conversation.of([5, 6, 7], [8, 9, 10, 11])]
-    with pytest.raises(InvalidConfigError, match="is a P-EAGLE head.*Train it with speculators"):
+    with pytest.raises(InvalidConfigError, match=r"is a P-EAGLE head.*Train it with speculators"):
         train_eagle(llama, head, data, head_arguments(tmp_path / "run", {"max_steps": 1}))
     with pytest.raises(InvalidConfigError, match="is a P-EAGLE head"):
         find_tree(llama, head, data)

@@ -284,7 +284,7 @@ METHOD_BY_WORD = {
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
 UNREAD_FAMILY = re.compile(r"(?<![a-z\d])(xpress|eagle-?4|uno|nvfp4)(?![a-z\d])")
-"""Words in a repository's name that stand for heads that are not read; `nvfp4` also occurs in those of whole models."""
+"""Words in a repository's name that stand for heads that are not read; whole models may be called `nvfp4`, too."""
 
 
 @dataclass(frozen=True, slots=True)

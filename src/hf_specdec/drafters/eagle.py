@@ -278,7 +278,7 @@ class ParallelFunctions(LayerFunctions):
             numbers = torch.arange(count, dtype=torch.long, device=roots.device)
             mask = committed.mask(committed.lengths[:, None] + numbers, numbers[:, None] >= numbers, self.window)
             masked = self._run(
-                torch.full((rows, count), self.head.config.mask_token_id, device=roots.device),
+                roots.new_full((rows, count), self.head.config.mask_token_id),
                 self._fuse(self.head.mask_hidden).expand(rows, count, -1),
                 committed.first_positions + numbers,
                 committed.slots.cache(0, count),

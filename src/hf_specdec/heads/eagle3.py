@@ -162,10 +162,10 @@ class Eagle3Head(EagleFamilyHead):
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(target_size, config.rms_norm_eps) for _ in range(count))
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.fc = nn.Linear(width, size, bias=config.bias)
         if config.mask_token_id is not None:
             check_mask_token(config)
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, width))
-        self.fc = nn.Linear(width, size, bias=config.bias)
+            self.mask_hidden = nn.Parameter(self.fc.weight.new_empty(1, 1, width).normal_())
         self.midlayer = Eagle3Layer(config)
         if config.num_hidden_layers > 1:
             wide = config.embedding_in_every_layer
