@@ -180,6 +180,8 @@ ROWS: tuple[Row, ...] = (
         {"tree": CHOICES}),
     Row("eagle3", "eagle3",
         lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
+    Row("peagle", "peagle", lambda model, _answers, seed: EagleDrafter(
+        random_head(model, seed, version=3, mask_token_id=zoo.VOCAB_SIZE - 1, own_embedding=True))),
     Row("draft_model", "draft_model",
         lambda model, _answers, seed: DraftModelDrafter(assistant_for(model, seed)), {"top_k": 2, "num_steps": 3}),
     Row("pard", "pard",
@@ -200,7 +202,8 @@ ROWS: tuple[Row, ...] = (
 
 BY_NAME = {row.name: row for row in ROWS}
 
-WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard"))
+UNWALKED = ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "pard")
+WALKED = tuple(row for row in ROWS if row.name not in UNWALKED)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
 

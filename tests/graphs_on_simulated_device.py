@@ -403,7 +403,9 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
     assert captures._backend.replays > replays
 
 
-@pytest.mark.parametrize(("name", "captured"), [("eagle3", {"reads", "drafts"}), ("dflash", {"drafts"})])
+@pytest.mark.parametrize(
+    ("name", "captured"), [("eagle3", {"reads", "drafts"}), ("peagle", {"reads", "drafts"}), ("dflash", {"drafts"})]
+)
 def test_a_head_is_read_by_graphs_if_the_host_decides_steps(name: str, captured: set[str]) -> None:
     """A processor that reads the text makes the host decide: nothing is launched before the read."""
     model, options = attached(), {"repetition_penalty": 1.3}
@@ -421,6 +423,7 @@ def test_a_head_is_read_by_graphs_if_the_host_decides_steps(name: str, captured:
 
 STATIC = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0]]
 SMALL_TREE = {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}
+PARALLEL = {"version": 3, "mask_token_id": zoo.VOCAB_SIZE - 1}
 LAYER_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "dynamic": ({"version": 3}, {"num_draft_tokens": 12, "num_steps": 4, "top_k": 3}, (1, 3)),
     "one level": ({"version": 3}, {"num_draft_tokens": 3, "num_steps": 1, "top_k": 2}, (1,)),
@@ -428,6 +431,8 @@ LAYER_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] =
     "a shared lm_head": ({"version": 1}, SMALL_TREE, (1,)),
     "a draft window": ({"version": 3}, {**SMALL_TREE, "draft_window": 8}, (1, 3)),
     "a window": ({"version": 1, "sliding_window": 6}, SMALL_TREE, (3,)),
+    "in parallel": ({**PARALLEL, "sliding_window": 9}, {"num_draft_tokens": 12, "num_steps": 4, "top_k": 3}, (1, 3)),
+    "in parallel, static": (PARALLEL, {"tree": STATIC}, (3,)),
 }
 BLOCK_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "likeliest nodes": ({}, {"num_draft_tokens": 12}, 0.0),

@@ -212,11 +212,16 @@ def draft_eagle3(example: Example, target: Target) -> list[Tensor]:
     """EAGLE-3 of every family."""
     tensors, config = canonical(example.tensors), example.config
     nested = config.get("eagle_config") or {}
-    inner = config["transformer_layer_config"] if config.get("speculators_model_type") == "eagle3" else config
+    inner = config.get("transformer_layer_config", config)
     eps, size = inner.get("rms_norm_eps", 1e-6), len(tensors["norm.weight"])
     table = tensors.get("embed_tokens.weight", target.embedding)
     window = inner.get("sliding_window") if "sliding_attention" in inner.get("layer_types", []) else None
     count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    writer = config["architectures"][0] if "mask_hidden" in tensors else ""
+    if writer in ("PEagleDraftModel", "LlamaEagle3DraftModel"):  # SpecForge's and NeMo's classes have no windows
+        window = None
+    if writer == "PEagleDraftModel":  # nor scaled rotary positions, in SpecForge's
+        inner = without(inner, "rope_scaling")
 
     def normed(x: Tensor, name: str) -> Tensor:
         return rms(x, tensors[f"{name}.weight"], eps)
@@ -256,6 +261,11 @@ def draft_eagle3(example: Example, target: Target) -> list[Tensor]:
         logits = normed(x, "norm") @ rows.T * config.get("logit_scale", 1.0)
         return in_order(logits, tensors)
 
+    if "mask_hidden" in tensors:  # P-EAGLE: two mask tokens behind the text, in one forward
+        mask = next(config[name] for name in ("mask_token_id", "pard_token", "ptd_token_id") if name in config)
+        features = torch.cat([target.features, tensors["mask_hidden"].expand(1, 2, -1)], 1)
+        tokens = torch.cat([target.tokens[:, :-2], torch.full((1, 2), mask)], 1)
+        return list(score(run(tokens, fuse(features))).split([target.features.shape[1], 1, 1], 1))
     recycles_normed = config.get("norm_output") or nested.get("return_hidden_post_norm")
     recycle = (lambda x: normed(x, "norm")) if recycles_normed else None
     return three_steps(run, score, fuse(target.features), target.tokens, recycle)
@@ -535,6 +545,7 @@ def newer_examples() -> dict[str, Example]:
     plain, layers0 = eagle3_shapes(), eagle3_shapes("layers.0.")
     frequent, words = vocabulary(by_frequency=True), vocabulary()
     embed = {"embed_tokens.weight": (V, H)}
+    masked = {**embed, "mask_hidden": (1, 1, 3 * H)}
     whole = {name: shape for name, shape in eagle3_shapes(rows=V).items() if name != "lm_head.weight"}
     forge = {"architectures": ["LlamaForCausalLMEagle3"]}
     nemo = {
@@ -626,6 +637,32 @@ def newer_examples() -> dict[str, Example]:
             "speculators-eagle3",
             speculators_fields("eagle3", layer, draft_vocab_size=VD, norm_before_residual=True, norm_output=True),
             {**random_tensors({**layers0, **second_layer()}), **words}, draft_eagle3),
+        "speculators peagle": Example(
+            "speculators-peagle",
+            speculators_fields("peagle", layer, draft_vocab_size=VD, mask_token_id=V - 1, norm_before_residual=True,
+                               norm_before_fc=True, norm_output=True),
+            {**random_tensors({**layers0, **second_layer(), **masked, "input_norm.weight": (3 * H,)}), **words},
+            draft_eagle3),
+        "speculators peagle of Qwen3, sliding": Example(
+            "speculators-peagle",
+            speculators_fields("peagle", {**without(layer, "model_type"), "layer_types": ["sliding_attention"],
+                                          "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0},
+                               draft_vocab_size=VD, mask_token_id=3, fc_norm=True),
+            {**random_tensors({**layers0, **QWEN3_NORMS, **masked, **FC_NORMS}), **words}, draft_eagle3),
+        "peagle of SpecForge": Example(
+            "specforge-peagle",
+            llama_fields(architectures=["PEagleDraftModel"], draft_vocab_size=VD, mask_token_id=7, rope_theta=5e5,
+                         norm_before_residual=True, rope_scaling=LLAMA3, layer_types=["sliding_attention"] * 2,
+                         sliding_window=2),
+            {**random_tensors({**layers0, **second_layer(), **masked}), "d2t": torch.zeros(VD, dtype=torch.long),
+             "t2d": torch.ones(V, dtype=torch.bool)}, draft_eagle3),
+        "peagle of NeMo": Example(
+            "nemo-peagle", {**nemo_fields, "parallel_drafting": True, "num_depths": 4, "mask_token_id": 9,
+                            "layer_types": ["sliding_attention"], "sliding_window": 2},
+            {**random_tensors({**nemo, "mask_hidden": (1, 1, 3 * H)}), **frequent}, draft_eagle3),
+        "peagle of NeMo, exported for vLLM": Example(
+            "peagle", {**without(nemo_fields, "fc_norm"), **forge, "parallel_drafting": True, "pard_token": 9},
+            {**random_tensors({**layers0, **masked}), **frequent}, draft_eagle3),
         "medusa of vLLM": Example(
             "vllm-medusa", medusa_fields,
             random_tensors({**medusa, **{f"lm_heads.{i}.weight": (V, H) for i in range(2)}}),

@@ -167,14 +167,18 @@ class SlowEagle:
 
     @torch.no_grad()
     def children(self, path: list[int]) -> Tensor:
-        """`[Vd]` log-probabilities of what follows the text and the drafted path."""
-        tokens, features = [*self.text[1:], *path], self.features
+        """`[Vd]` log-probabilities of what follows the text and the drafted path, of which P-EAGLE sees the length."""
+        mask, features = getattr(self.head.config, "mask_token_id", None), self.features
+        if mask is not None:
+            hidden = self.head.fuse(self.head.mask_hidden)[0].expand(len(path), -1)
+            path, features = [mask] * len(path), torch.cat([features, hidden])
+        tokens = [*self.text[1:], *path]
         embeddings = self.head.embedding_for(self.model)(torch.tensor([tokens]))
         attend = window_of(self.head.config.sliding_window)
         for length in range(len(self.text) - 1, len(tokens) + 1):
             positions = torch.arange(length)[None]
             predicted = self.head(embeddings[:, :length], features[None, :length], positions, attend)
-            if length < len(tokens):
+            if mask is None and length < len(tokens):
                 features = torch.cat([features, predicted[0, -1:]])
         lm_head = lm_head_rows(self.model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         return self.head.score(predicted[0, -1], lm_head).log_softmax(-1)
@@ -187,7 +191,8 @@ class SlowEagle:
 
 
 def slow_dynamic_tree(slow: SlowEagle, num_steps: int, k: int, num_nodes: int) -> set[tuple[int, ...]]:
-    """EAGLE-2 in words: expand the k best of each level, then keep the best nodes of all."""
+    """EAGLE-2 in words: expand the k best of each level (all for P-EAGLE), then keep the best nodes of all."""
+    most = k if getattr(slow.head.config, "mask_token_id", None) is None else None
     candidates: list[tuple[float, tuple[int, ...]]] = []
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(num_steps):
@@ -197,7 +202,7 @@ def slow_dynamic_tree(slow: SlowEagle, num_steps: int, k: int, num_nodes: int) -
             for gain, token in slow.best_children(list(path), k)
         ]
         candidates += level
-        frontier = sorted(level, reverse=True)[:k]
+        frontier = sorted(level, reverse=True)[:most]
     return {path for _, path in sorted(candidates, reverse=True)[: num_nodes - 1]}
 
 

@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1154, "cpu": 1824,
-    "drafters": 6031, "fusion": 761, "generation": 3621, "heads": 2798, "reporting": 375, "training": 4245,
-    "trees": 681, "verification": 6718, "viz": 996,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3144, "cli": 2526, "control": 1154, "cpu": 1824,
+    "drafters": 6087, "fusion": 761, "generation": 3621, "heads": 2813, "reporting": 375, "training": 4250,
+    "trees": 685, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1425

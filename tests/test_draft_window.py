@@ -46,6 +46,7 @@ EAGLE = {"method": "eagle", "num_steps": 3, "top_k": 2, "num_draft_tokens": 8}
 HEADS: dict[str, tuple[Callable[[Any], Drafter], dict[str, Any]]] = {
     "eagle": (lambda model: EagleDrafter(random_head(model)), EAGLE),
     "eagle3": (lambda model: EagleDrafter(random_head(model, version=3)), EAGLE),
+    "peagle": (lambda model: EagleDrafter(random_head(model, version=3, mask_token_id=95)), EAGLE),
     "two layers": (lambda model: EagleDrafter(random_head(model, version=3, num_hidden_layers=2)), EAGLE),
     "sliding": (lambda model: EagleDrafter(random_head(model, sliding_window=5)), EAGLE),
     "mtp": (lambda model: MtpDrafter(drafters.random_module(model)), {"method": "mtp"}),

@@ -25,7 +25,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
 from hf_specdec.generation import call
-from hf_specdec.training import Conversation, capture_features
+from hf_specdec.training import Conversation, capture_features, find_tree, head_arguments, train_eagle
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step
@@ -33,6 +33,7 @@ from reference import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tre
 
 pytestmark = pytest.mark.usefixtures("full_depth")
 
+PARALLEL: dict[str, Any] = {"version": 3, "mask_token_id": zoo.VOCAB_SIZE - 1}
 VERSION_3: list[dict[str, Any]] = [
     {"version": 3, "draft_vocab_size": 40},
     {"version": 3, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "qkv_bias": True},
@@ -46,6 +47,8 @@ OF_OTHERS: list[dict[str, Any]] = [
     {"version": 3, "sliding_window": 4, "qk_norm": True, "norm_before_fc": True, "norm_before_residual": True},
     {"version": 3, "own_embedding": True, "target_hidden_size": 32, "hidden_size": 24, "intermediate_size": 40,
      "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+    PARALLEL,
+    {**PARALLEL, "own_embedding": True, "draft_vocab_size": 40, "num_hidden_layers": 2, "sliding_window": 4},
 ]  # fmt: skip
 """What only heads made elsewhere have."""
 
@@ -124,8 +127,9 @@ def test_deep_trees_of_a_sharp_head_equal_the_definition(llama: Any, version: in
             assert set(paths_of(drafted, 0)) == set(wanted.values()) - {()}
 
 
-def test_static_trees_equal_the_definition(llama: Any) -> None:
-    head = random_head(llama)
+@pytest.mark.parametrize("fields", [{}, PARALLEL], ids=["eagle", "peagle"])
+def test_static_trees_equal_the_definition(fields: dict[str, Any], llama: Any) -> None:
+    head = random_head(llama, **fields)
     drafter = EagleDrafter(head)
     recorder = Recorder(drafter, IDS[:1])
     llama.add_drafter(drafter)
@@ -271,3 +275,13 @@ def test_a_head_that_is_loaded_already_is_taken(llama: Any, tmp_path: Path) -> N
         InvalidConfigError, match="revision are options for loading a head, but this EagleHead is already loaded"
     ):
         llama.load_drafter(head, revision="main")
+
+
+def test_a_parallel_head_is_not_trained_level_by_level(llama: Any, tmp_path: Path) -> None:
+    head, data = random_head(llama, **PARALLEL), [Conversation.of([5, 6, 7], [8, 9, 10, 11])]
+    with pytest.raises(InvalidConfigError, match=r"is a P-EAGLE head.*Train it with speculators"):
+        train_eagle(llama, head, data, head_arguments(tmp_path / "run", {"max_steps": 1}))
+    with pytest.raises(InvalidConfigError, match="is a P-EAGLE head"):
+        find_tree(llama, head, data)
+    with pytest.raises(InvalidConfigError, match="`mask_token_id` 96 is outside the vocabulary of 96"):
+        random_head(llama, version=3, mask_token_id=zoo.VOCAB_SIZE)

@@ -282,3 +282,12 @@ def test_a_target_that_cannot_be_loaded(folder: Path, tmp_path: Path, monkeypatc
         for drafter in (None, folder):
             with pytest.raises(CheckpointFormatError, match="cannot be loaded"):
                 AutoSpeculativeModelForCausalLM.from_pretrained(named, drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"uno_mask_token_id": 5}, "is a UNO drafter, .*the whole target"), ({}, "is an adapter")]
+)
+def test_an_adapter_is_no_head(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **fields}))
+    with pytest.raises(CheckpointFormatError, match=f"{message}.*adapter_config.json.*Use a head of the target"):
+        load_head(tmp_path)

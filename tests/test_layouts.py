@@ -52,6 +52,11 @@ def draft(head: Any, target: Target) -> list[Tensor]:
     table = head.embed_tokens.weight if head.config.own_embedding else target.embedding
     attend, length = window_of(head.config.sliding_window), target.features.shape[1]
     positions, hidden, logits = torch.arange(length + 2)[None], head.fuse(target.features), []
+    if getattr(head.config, "mask_token_id", None) is not None:  # P-EAGLE
+        hidden = torch.cat([hidden, head.fuse(head.mask_hidden).expand(1, 2, -1)], 1)
+        tokens = torch.cat([target.tokens[:, :length], torch.full((1, 2), head.config.mask_token_id)], 1)
+        scores = head.score(head(table[tokens], hidden, positions, attend), lm_head)
+        return list(scores.split([length, 1, 1], 1))
     for step in range(3):
         size = hidden.shape[1]
         outputs = head(table[target.tokens[:, :size]], hidden, positions[:, :size], attend)
@@ -165,6 +170,9 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("eagle3 of ModelOpt, two layers", "speculators"),
         ("eagle3 of ModelOpt, two layers", "sglang"),
         ("speculators eagle3, two layers", "speculators"),
+        ("speculators peagle", "speculators"),
+        ("peagle of SpecForge", "speculators"),
+        ("peagle of NeMo", "speculators"),
         ("dflash", "dflash"),
         ("dflash", "speculators"),
         ("dflash, windows", "dflash"),
@@ -295,6 +303,8 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, eagle_aux_hidden_state_layer_ids=[1, 2])), "eagle3",
          "must read the layers 2"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True)), "sglang", "has its own"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, mask_token_id=3)), "eagle3", "no parallel drafting"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, mask_token_id=3)), "sglang", "no parallel drafting"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "hidden size of the head"),
         (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
@@ -351,20 +361,36 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 STRAY = {"a.weight": torch.zeros(2)}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("", {"architectures": ["PEagleDraftModel"]}, STRAY, "P-EAGLE"),
+    ("peagle of SpecForge", {"mask_token_id": ...}, {}, "SpecForge does not store it: add `mask_token_id`"),
+    ("peagle of SpecForge", {"mask_token_id": 64}, {}, "`mask_token_id` 64 is outside the vocabulary of 64"),
+    ("peagle of SpecForge", {"mask_token_id": "7"}, {}, "`mask_token_id`"),
+    ("peagle of SpecForge", {}, {"mask_hidden": ...}, "of a P-EAGLE head, but there is no tensor mask_hidden"),
+    ("speculators peagle", {}, {"mask_hidden": ...}, "missing tensors: mask_hidden"),
+    ("speculators peagle", {}, {"mask_hidden": torch.zeros(1, 1, 32)}, "wrong shapes: mask_hidden"),
+    ("speculators peagle", {"speculators_config.proposal_methods": [{"speculative_tokens": "4"}]}, {}, "num_steps"),
+    ("", {"architectures": ["LlamaForCausalLMEagle4"]}, STRAY, "is an EAGLE-4 head.*free licence.*hf-specdec find"),
+    (MODELOPT, {"efficient_lm_head_config": {}}, {}, "is an EAGLE-4 head"),
+    ("", {"architectures": ["K3DSparkModel"]}, STRAY, "is a DSpark drafter .K3DSparkModel. with layers of Kimi-K3"),
+    ("", {"architectures": ["KimiK3DSparkModel"]}, STRAY, "with layers of Kimi-K3"),
+    ("", {"architectures": ["DeepseekV4DSparkModel"]}, STRAY, "with layers of DeepSeek-V4"),
+    ("", {"architectures": ["DSparkDraftModel"]}, STRAY, "with layers of DeepSeek-V4 or settings"),
+    ("", {"architectures": ["Glm5_2DSparkModel"]}, STRAY, "with layers of Glm5_2"),
+    ("dflash", {"dflash_config": {**NESTED, "xpress_rank": 256}}, {}, "is an XPress drafter"),
+    ("dflash", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, {},
+     "is a quantised head .quantization_config: 'NVFP4'."),
     ("", {"architectures": ["MLPSpeculatorPreTrainedModel"]}, STRAY, "MLP speculator"),
     ("", {"dflash_config": {}}, STRAY, "unknown tensors a.weight"),
     ("", {"speculators_model_type": "dspark"}, STRAY, "speculators-dspark.*unknown tensors a.weight"),
     ("", {"speculators_model_type": "dflash2"}, STRAY, "is a DFlash2 drafter .speculators."),
     ("", {"speculators_model_type": "xpress"}, STRAY, "is an XPress drafter .speculators."),
     ("", {"architectures": ["Gemma4DSparkModel"]}, STRAY, "is a DSpark drafter with layers of Gemma 4"),
-    ("", {"speculators_model_type": "peagle"}, STRAY, "is a P-EAGLE head .speculators."),
+    ("", {"speculators_model_type": "peagle"}, STRAY, "its config names none"),
     ("", {"speculators_model_type": ["x"]}, STRAY, "of the unknown type"),
-    ("", {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True}, STRAY, "is a P-EAGLE head"),
+    ("peagle of NeMo", {}, {"mask_hidden": ...}, "of a P-EAGLE head, but there is no tensor mask_hidden"),
     ("", {"pard_token": 7}, STRAY, "PARD"),
     ("", {"architectures": ["Gemma4AssistantForCausalLM"]}, STRAY, "is a Gemma 4 assistant"),
     ("", {"model_type": "llama"}, STRAY, "in a known layout: its config has .*model_type.*its tensors are a.weight"),
-    (MODELOPT, {}, {"mask_hidden": torch.zeros(1, 1, 96)}, "is a P-EAGLE head"),
+    (MODELOPT, {}, {"mask_hidden": torch.zeros(1, 1, 96)}, "A P-EAGLE head needs the mask token"),
     (MODELOPT, {}, {"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.zeros(2, 2)},
      "parallel Medusa heads"),
     (MODELOPT, {"kv_lora_rank": 16}, {}, "multi-head latent attention"),
@@ -382,8 +408,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dflash", {}, {"refiner.mix_l": torch.zeros(4, 5, 5)}, "is an XPress drafter"),
     ("dflash", {"dflash_config": {**NESTED, "projector_type": "dspark"}}, {}, "projector_type 'dspark'"),
     ("dflash", {"dflash_config": {**NESTED, "projector_type": ["x"]}}, {}, r"projector_type \['x'\]"),
-    ("dflash", {"parallel_drafting": True}, {}, "is a P-EAGLE head"),
-    ("dflash", {}, {"mask_hidden": torch.zeros(1, 1, 64)}, "is a P-EAGLE head"),
+    ("dflash", {}, {"mask_hidden": torch.zeros(1, 1, 64)}, "unknown tensors mask_hidden"),
     ("dflash", {"quantization_config": {"quant_method": "fp8"}}, {}, "is a quantised head"),
     ("dflash", {"dflash_config": {**NESTED, "attention_sink_bias": True}}, {}, "attention_sink_bias. is True"),
     ("dflash", {"add_swa_attention_sink_bias": True}, {}, "attention_sink_bias. is True"),
@@ -488,7 +513,7 @@ def test_quantised_weights_are_refused_by_their_own_file(content: Any, reads: bo
     if reads:
         load_head(tmp_path)
         return
-    with pytest.raises(CheckpointFormatError, match=r"is a quantised head \(hf_quant_config.json\)"):
+    with pytest.raises(CheckpointFormatError, match=r"is a quantised head \(hf_quant_config.json: 'FP8'\)"):
         load_head(tmp_path)
 
 

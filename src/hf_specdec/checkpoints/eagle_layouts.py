@@ -141,6 +141,9 @@ def _eagle3_settings(layout: Layout, fields: Fields, known: Fields, shapes: Shap
             f"fc.weight has shape {tuple(shape)}, which does not fit the target's layers that the head reads: {names} "
             f"{count}" + (f" of size {size}." if settings.get("target_hidden_size") else ".")
         )
+    is_parallel = fields.get("parallel_drafting") or "peagle" in str(fields.get("architectures")).lower()
+    if is_parallel and "mask_hidden" not in shapes:
+        raise CheckpointFormatError("The config is that of a P-EAGLE head, but there is no tensor mask_hidden.")
     rows = shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in shapes and rows not in (0, settings["vocab_size"]):
         raise CheckpointFormatError(
@@ -160,6 +163,24 @@ def _eagle3_settings(layout: Layout, fields: Fields, known: Fields, shapes: Shap
         "embedding_in_every_layer": further > 0
         and shapes.get("layers.1.self_attn.q_proj.weight", (0, 0))[-1] == 2 * shape[0],
     }
+
+
+def _peagle_settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> Fields:
+    """Return the settings of a P-EAGLE head.
+
+    SpecForge and NeMo train without a sliding window, SpecForge also without scaled rotary positions, whatever the
+    config says, which may be a copy of the target's.
+    """
+    if "mask_token_id" not in known:
+        raise CheckpointFormatError(
+            "A P-EAGLE head needs the mask token that it was trained with, and its config names none.",
+            "SpecForge does not store it: add `mask_token_id` to config.json.",
+        )
+    ignored = _UNTRAINED.get(layout.name, ())
+    read = {name: value for name, value in fields.items() if name not in ignored}
+    if "rope_parameters" in ignored:
+        read["rope_theta"] = lookup(fields, "rope_parameters.rope_theta|rope_theta")
+    return _eagle3_settings(layout, read, known, shapes)
 
 
 def ambiguity_of(layout: Layout, fields: Fields) -> Ambiguity:
@@ -202,6 +223,7 @@ def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
         "the format has no `norm_before_residual` (speculators has it)": config.norm_before_residual,
         "no engine reads the last hidden state after the final norm": LAST in (ids or ()),
         "no engine reads the token embedding in layers after the first": config.embedding_in_every_layer,
+        "the format has no parallel drafting (speculators has it)": config.mask_token_id is not None,
         "the format has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
         or config.mlp_bias or config.qk_norm or config.bias,
         "the format has no sliding window (speculators has one)": config.sliding_window is not None,
@@ -286,10 +308,14 @@ def _sglang_config(head: Eagle3Head) -> Fields:
 def _speculators_config(head: Eagle3Head) -> Fields:
     config = head.config
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    kind, own = ("eagle3", "Eagle3Speculator"), {}
+    if config.mask_token_id is not None:
+        kind, own = ("peagle", "PEagleSpeculator"), {"mask_token_id": config.mask_token_id}
     return {
-        **speculators_layer(head, "eagle3", "Eagle3Speculator"),
+        **speculators_layer(head, *kind),
+        **own,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "embed_requires_grad": False,
+        "embed_requires_grad": bool(own),
         **{name: getattr(config, name) for name in flags},
     }
 
@@ -318,7 +344,8 @@ def _sglang_tensors(head: Eagle3Head) -> Tensors:
 
 
 def _speculators_readers(head: Eagle3Head) -> str:
-    settings = '{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4}'
+    more = "" if head.config.mask_token_id is None else ', "parallel_drafting": true'
+    settings = f'{{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4{more}}}'
     return f"vLLM: `vllm serve HERE`, or with another target `vllm serve TARGET --speculative-config '{settings}'`."
 
 
@@ -400,6 +427,19 @@ _SPECULATORS_EAGLE3 = Layout(
     readers=_speculators_readers,
     holds=("num_steps",),
 )
+_SPECULATORS_PEAGLE = replace(
+    _SPECULATORS_EAGLE3,
+    name="speculators-peagle",
+    writers="speculators (vLLM), P-EAGLE",
+    marks={"speculators_model_type": "peagle"},
+    settings_of=_peagle_settings,
+    fields={
+        **_SPECULATORS_EAGLE3.fields,
+        "mask_token_id": "mask_token_id",
+        "num_steps": "speculators_config.proposal_methods.0.speculative_tokens",
+    },
+    format="",  # written as the one above, with another type
+)
 
 
 def _variant(name: str, writers: str, marks: Mapping[str, Any], **changes: Any) -> Layout:
@@ -426,8 +466,34 @@ _SGLANG = _variant(
     tensors_of=_sglang_tensors,
     readers=_sglang_readers,
 )
+_PEAGLE = _variant(
+    "peagle",
+    "P-EAGLE, verl-SpeCo, and others that vLLM reads",
+    {},
+    marked_by=(r"(model\.)?mask_hidden",),
+    settings_of=_peagle_settings,
+    fields={
+        **_EAGLE3.fields,
+        "mask_token_id": "mask_token_id|pard_token|ptd_token_id",  # vLLM's order
+        "num_steps": "num_depths",
+    },
+    fixed={**_FLAGS, "num_steps": 8},  # tokens that SpecForge, NeMo and speculators train a head to predict
+)
+_NEMO_PEAGLE = replace(_PEAGLE, name="nemo-peagle", writers="NeMo Automodel, P-EAGLE", marks=_NEMO.marks)
+_SPECFORGE_PEAGLE = replace(
+    _PEAGLE,
+    name="specforge-peagle",
+    writers="SpecForge, P-EAGLE",
+    marks={"architectures": ["PEagleDraftModel"]},
+)
+_UNTRAINED = {
+    _NEMO_PEAGLE.name: ("layer_types",),
+    _SPECFORGE_PEAGLE.name: ("layer_types", "rope_parameters", "rope_scaling", "partial_rotary_factor"),
+}
+"""Fields of the config that the code of a writer does not read."""
 
 EAGLE_LAYOUTS = (
-    _SPECULATORS_EAGLE3, _SPECULATORS_EAGLE, _NEMO, _DEEPSPEC, _MODELOPT, _SGLANG, _SPECFORGE, _EAGLE3, _EAGLE,
+    _SPECULATORS_EAGLE3, _SPECULATORS_PEAGLE, _SPECULATORS_EAGLE, _NEMO_PEAGLE, _SPECFORGE_PEAGLE, _PEAGLE, _NEMO,
+    _DEEPSPEC, _MODELOPT, _SGLANG, _SPECFORGE, _EAGLE3, _EAGLE,
 )  # fmt: skip
 """All layouts of EAGLE heads; the first that matches is used."""

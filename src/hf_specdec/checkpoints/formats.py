@@ -17,6 +17,7 @@ from hf_specdec.checkpoints.files import TensorFiles
 from hf_specdec.checkpoints.layout import Layout, Names, lookup, read_by
 from hf_specdec.checkpoints.medusa_layouts import MEDUSA_LAYOUTS, WHOLE_MODELS
 from hf_specdec.checkpoints.mtp_layouts import MTP_LAYOUTS
+from hf_specdec.config import AUTO
 from hf_specdec.errors import CheckpointFormatError, listed
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
@@ -69,7 +70,8 @@ def find_layout(fields: Fields, names: Names, where: str) -> Layout:
     known = f"Supported layouts: {', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))}."
     kind = _unsupported(fields, names)
     if kind is not None:
-        raise CheckpointFormatError(f"{where} is {kind}, which is not supported.", known)
+        other = f"Use another head of its target (`hf-specdec find TARGET`), or none ({AUTO!r} needs none)."
+        raise CheckpointFormatError(f"{where} is {kind}, which is not supported.", f"{other} {known}")
     if is_assistant_config(fields):
         raise assistant_refusal(fields, where)
     for layout in LAYOUTS:
@@ -100,6 +102,7 @@ HEAD_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
     "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel",
+    "PEagleDraftModel", "PeagleLlamaForCausalLM", "LlamaForCausalLMPeagle",
 )  # fmt: skip
 
 
@@ -127,24 +130,23 @@ def target_name(fields: Fields) -> Any:
 
 # ----------------------------------------------------------------------------------------------- kinds not read
 
-SPECULATORS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+SPECULATORS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
 """Values of `speculators_model_type` that are read."""
 
 UNREAD_SPECULATORS = {
-    "peagle": "a P-EAGLE head (speculators)",
     "dflash2": "a DFlash2 drafter (speculators)",
     "xpress": "an XPress drafter (speculators)",
     "mlp": "an MLP speculator (speculators)",
     "independent": "an independent draft model (speculators)",
 }
 UNREAD_ARCHITECTURES = {
-    "PEagleDraftModel": "a P-EAGLE head",
-    "PeagleLlamaForCausalLM": "a P-EAGLE head",
-    "LlamaForCausalLMPeagle": "a P-EAGLE head",
     "MLPSpeculatorPreTrainedModel": "an MLP speculator",
     "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
     "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
 }
+
+DSPARK_LAYERS = {"": "DeepSeek-V4", "DeepseekV4": "DeepSeek-V4", "K3": "Kimi-K3", "KimiK3": "Kimi-K3"}
+"""Models with whose layers DSpark drafters are made, by what precedes `DSpark` in the name of their class."""
 
 
 def _unsupported(fields: Fields, names: Names) -> str | None:
@@ -158,7 +160,8 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     if any("_conv.base_kernel" in name or name.startswith("candidate_selector.") for name in names):
         return "a DFlash2 drafter, whose layers have convolutions over the block and which selects candidates itself"
     is_block = names & {"hidden_norm.weight", "model.hidden_norm.weight"}
-    if is_block and any(name.endswith("mix_l") or "readout" in name for name in names):
+    is_xpress = lookup(fields, "dflash_config.xpress_rank|xpress_rank") is not None
+    if is_xpress or (is_block and any(name.endswith("mix_l") or "readout" in name for name in names)):
         return "an XPress drafter, which refines the block's logits in several passes"
     if projector not in (None, "dflash") and "dflash_config" in fields:
         return f"a DFlash drafter with the projector_type {shortened(projector)}"
@@ -172,8 +175,12 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if isinstance(architecture, str) and architecture in UNREAD_ARCHITECTURES:
         return UNREAD_ARCHITECTURES[architecture]
-    if fields.get("parallel_drafting") or any(name.endswith("mask_hidden") for name in names):
-        return "a P-EAGLE head"
+    dspark = re.fullmatch(r"(\w{0,40})DSpark(Draft)?Model", str(architecture))
+    if dspark is not None and kind is None and dspark[1] != "Qwen3":
+        layers = DSPARK_LAYERS.get(dspark[1], dspark[1])
+        return f"a DSpark drafter ({architecture}) with layers of {layers} or settings that are not DeepSpec's"
+    if "efficient_lm_head_config" in fields or architecture == "LlamaForCausalLMEagle4":
+        return "an EAGLE-4 head, whose factored lm_head has no implementation under a free licence"
     if any(name.startswith("parallel_draft_heads.") for name in names):
         return "an EAGLE head with parallel Medusa heads (ModelOpt's parallel_draft_step)"
     is_eagle = any(name.endswith((".hidden_norm.weight", "fc.weight")) for name in names)
@@ -186,7 +193,7 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     quantised = fields.get("quantization_config")
     if quantised:
         nested = quantised if isinstance(quantised, dict) else {}
-        method = nested.get("quant_method") or nested.get("quant_algo") or "unknown method"
+        method = nested.get("quant_algo") or nested.get("quant_method") or "unknown method"
         return f"a quantised head (quantization_config: {shortened(method)})"
     return None
 

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, shard_names
 from hf_specdec.checkpoints.formats import HEADS, LAYOUTS, Head, read_head
 from hf_specdec.checkpoints.layout import lookup
-from hf_specdec.checkpoints.sources import Folder, open_source
+from hf_specdec.checkpoints.sources import ADAPTER_NAME, Folder, open_source
 from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError, InvalidConfigError, translated
-from hf_specdec.records import Fields, read_json
+from hf_specdec.records import Fields, read_json, shortened
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
@@ -123,11 +123,11 @@ def checkpoint_in(source: Folder) -> Checkpoint:
     """Find the files of a head or assistant, and read everything but the values of the weights."""
     fields = source.fields
     quantised = source.find(QUANTISATION_NAME)
-    if quantised is not None and lookup(
-        read_json(quantised, error=CheckpointFormatError), "quantization.quant_algo|quant_algo"
-    ):
+    content = {} if quantised is None else read_json(quantised, error=CheckpointFormatError)
+    method = lookup(content, "quantization.quant_algo|quant_algo")
+    if method:
         raise CheckpointFormatError(
-            f"{source.name} is a quantised head ({QUANTISATION_NAME}), which is not supported.",
+            f"{source.name} is a quantised head ({QUANTISATION_NAME}: {shortened(method)}), which is not supported.",
             "Use the original weights.",
         )
     names = (*MEDUSA_FILES, *WEIGHT_FILES) if any(key.startswith("medusa") for key in fields) else WEIGHT_FILES
@@ -143,11 +143,11 @@ def checkpoint_in(source: Folder) -> Checkpoint:
                 raise CheckpointFormatError(f"{found} names {name}, which does not exist.")
             shards.append(shard)
     adapter = None
-    if source.find("adapter_config.json") is not None:
+    if source.find(ADAPTER_NAME) is not None:
         weights = source.find("adapter_model.safetensors")
         if weights is None:
             raise CheckpointFormatError(
-                f"{source.name} holds an adapter_config.json, so the head belongs to an adapted target, but there is "
+                f"{source.name} holds an {ADAPTER_NAME}, so the head belongs to an adapted target, but there is "
                 "no adapter_model.safetensors.",
                 "Download or save the adapter's weights next to it.",
             )
@@ -283,6 +283,9 @@ METHOD_BY_WORD = {
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
+UNREAD_FAMILY = re.compile(r"(?<![a-z\d])(xpress|eagle-?4|uno|nvfp4)(?![a-z\d])")
+"""Words in a repository's name that stand for heads that are not read; whole models may be called `nvfp4`, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedHead:
@@ -291,6 +294,7 @@ class PublishedHead:
     repo_id: str
     method: str  # value of `speculative=`; for "pard" the repository is passed as `assistant_model=`
     downloads: int  # in the last 30 days
+    is_read: bool = True  # False: `method` is the name of a family of heads that is refused
 
 
 def find_heads(target: str) -> list[PublishedHead]:
@@ -316,7 +320,10 @@ def find_heads(target: str) -> list[PublishedHead]:
         }
     heads = []
     for repo_id, downloads in found.items():
-        word = next((word for word in METHOD_BY_WORD if word in repo_id.lower()), None)
-        if word is not None:
-            heads.append(PublishedHead(repo_id, METHOD_BY_WORD[word], downloads))
+        method = next((METHOD_BY_WORD[word] for word in METHOD_BY_WORD if word in repo_id.lower()), None)
+        unread = UNREAD_FAMILY.search(repo_id.lower())
+        if unread is not None and (method or unread[1] != "nvfp4") and unread[1] not in name.lower():
+            heads.append(PublishedHead(repo_id, unread[1], downloads, is_read=False))
+        elif method is not None:
+            heads.append(PublishedHead(repo_id, method, downloads))
     return sorted(heads, key=lambda head: (-head.downloads, head.repo_id))

@@ -108,11 +108,13 @@ def _replaced(name: str, starts: Iterable[tuple[str, str]]) -> str:
 def lookup(fields: Fields, path: str, default: Any = None) -> Any:
     """Return the value at a dotted path of a config; of several paths, separated by "|", the first that exists.
 
-    Example: `lookup({"medusa": {"n": 2}}, "medusa.n")` is 2.
+    Example: `lookup({"medusa": {"n": [2]}}, "medusa.n.0")` is 2.
     """
     for alternative in path.split("|"):
         found: Any = fields
         for part in alternative.split("."):
+            if isinstance(found, list):  # numbers are indices
+                found = dict(zip("0123456789", found, strict=False))
             if not isinstance(found, dict) or part not in found:
                 break
             found = found[part]

@@ -18,6 +18,7 @@ from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, listed,
 from hf_specdec.records import Fields, checked_path, existing_path, read_json
 
 CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
 
 EXPECTED_HEAD = "Use a directory with config.json and weights, or a Hub id."
 EXPECTED_MODEL = "Give a model's directory, its Hub id or a GGUF file."
@@ -123,6 +124,13 @@ class Folder:
             raise CheckpointFormatError(
                 f"Saving a head in {self.name} was interrupted: it may hold files of two heads.",
                 "Save the head again.",
+            )
+        adapter = self.find(ADAPTER_NAME)
+        if adapter is not None:
+            is_uno = any(name.startswith("uno_") for name in read_json(adapter, error=CheckpointFormatError))
+            kind = "a UNO drafter, which runs the whole target with an adapter to draft" if is_uno else "an adapter"
+            raise CheckpointFormatError(
+                f"{self.name} is {kind} ({ADAPTER_NAME}), not a head.", "Use a head of the target instead."
             )
         raise CheckpointFormatError(f"There is no {CONFIG_NAME} in {self.name!r}.", EXPECTED_HEAD)
 

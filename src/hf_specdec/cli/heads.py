@@ -76,7 +76,8 @@ def find(
     elif heads:
         table = Table("repository", "probably", "downloads", box=None)
         for head in heads:
-            table.add_row(head.repo_id, head.method, f"{head.downloads:,}")
+            method = head.method if head.is_read else f"{head.method}, which is not supported"
+            table.add_row(head.repo_id, method, f"{head.downloads:,}")
         console = Console()
         console.print(table)
         console.print(

@@ -1,7 +1,8 @@
 """EAGLE drafting: grow a tree level by level with a draft layer; a dynamic tree keeps its most likely nodes.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for
-dynamic trees. MTP modules draft in the same way (`drafters/mtp.py`).
+dynamic trees. MTP modules draft in the same way (`drafters/mtp.py`). P-EAGLE (https://arxiv.org/abs/2602.01469) heads
+draft all levels in one forward, so the distribution at a depth does not depend on the tokens above it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,16 @@ from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.head import EagleFamilyHead, bind_head
 from hf_specdec.heads.stages import Stages, captured_stages, stages_of, traced_stages
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
+from hf_specdec.trees.growth import (
+    Level,
+    StaticLevels,
+    choices_budget,
+    grow,
+    growable,
+    likeliest_nodes,
+    reachable,
+    scored,
+)
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.device_attention import Mask
@@ -160,6 +170,7 @@ class LayerDrafter(Drafter):
 class LayerFunctions(HeadFunctions):
     """What a draft layer computes: it reads entries, and grows a tree level by level with its own outputs."""
 
+    head: Any
     stages: Stages
     embedding: nn.Module
     hot_token_ids: Tensor | None  # [Vd] target ids of the draft vocabulary; None if it is the target's
@@ -171,7 +182,7 @@ class LayerFunctions(HeadFunctions):
     def of(cls, head: Any, stages: Stages, model: PreTrainedModel) -> LayerFunctions:
         """Return the functions of a head and a target."""
         window, embedding = head.config.sliding_window, head.embedding_for(model)
-        return cls(stages, embedding, head.hot_token_ids, window, head.device, head.dtype)
+        return cls(head, stages, embedding, head.hot_token_ids, window, head.device, head.dtype)
 
     def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
         """See `HeadFunctions`; an entry is appended for every expanded node below the root."""
@@ -247,6 +258,37 @@ class LayerFunctions(HeadFunctions):
         return outputs.to(tokens.device)
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelFunctions(LayerFunctions):
+    """What a P-EAGLE head computes: it reads entries as an EAGLE-3 head, and drafts with mask tokens behind them.
+
+    The last entry predicts the children of the root, the n-th mask token the nodes of depth n + 1. A mask token sees
+    all entries and the mask tokens before it.
+    """
+
+    def plan(self, budget: Budget, levels: StaticLevels | None, largest: Budget) -> DraftPlan:
+        """See `HeadFunctions`; an entry is appended for every mask token."""
+        plan = DraftPlan(reachable(budget) if levels is None else levels, 0)
+        return replace(plan, num_entries=max(plan.max_depth - 1, 0))
+
+    def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
+        """See `HeadFunctions`."""
+        outputs, (rows, count) = last, (len(roots), plan.num_entries)
+        if count:
+            numbers = torch.arange(count, dtype=torch.long, device=roots.device)
+            mask = committed.mask(committed.lengths[:, None] + numbers, numbers[:, None] >= numbers, self.window)
+            masked = self._run(
+                roots.new_full((rows, count), self.head.config.mask_token_id),
+                self._fuse(self.head.mask_hidden).expand(rows, count, -1),
+                committed.first_positions + numbers,
+                committed.slots.cache(0, count),
+                mask,
+            )
+            outputs = torch.cat([last, masked], dim=1)
+        best = self.score(outputs, plan.shape.top_k)
+        return likeliest_nodes(roots, best.log_probs, best.tokens, plan.shape)
+
+
 @register("eagle", heads=(EagleHead, Eagle3Head))
 class EagleDrafter(LayerDrafter):
     """Drafts with a head of EAGLE-1 or 2, which shares the target's embedding and lm_head, or of EAGLE-3.
@@ -265,3 +307,17 @@ class EagleDrafter(LayerDrafter):
     def __init__(self, head: EagleFamilyHead) -> None:
         check_type("head", head, EagleFamilyHead, HOW_TO_LOAD)
         self.head = head.eval().requires_grad_(False)
+
+    @property
+    def drafts_in_parallel(self) -> bool:
+        """Whether the head drafts all levels of a tree in one forward (P-EAGLE)."""
+        return getattr(self.head.config, "mask_token_id", None) is not None
+
+    def largest(self, budget: Budget) -> Budget:
+        """See `LayerDrafter.largest`; for P-EAGLE, all children of a node are candidates."""
+        return reachable(budget) if self.drafts_in_parallel else super().largest(budget)
+
+    def functions(self, model: PreTrainedModel) -> HeadFunctions:
+        """See `LayerDrafter`."""
+        kind = ParallelFunctions if self.drafts_in_parallel else LayerFunctions
+        return kind.of(self.head, self._stages(model), model)

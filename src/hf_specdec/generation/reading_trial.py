@@ -120,7 +120,7 @@ def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, feature
     first = max(text.prompt_length - 2, 0)  # entry t reads token t + 1, predicts t + 2
     starts = hidden.shape[1] - DRAFT_STEPS + 1 - first
     reached, total = torch.ones(starts, dtype=torch.float32, device=device), 0.0
-    for step in range(DRAFT_STEPS):
+    for step in range(DRAFT_STEPS if head.config.mask_token_id is None else 1):  # P-EAGLE recycles no outputs
         output = head(embeddings, hidden, positions, attend)
         drafted = head.score(output, lm_head).float().softmax(-1)
         overlap = torch.minimum(drafted, probs[:, 1:]).sum(-1)[0, first:]

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
-from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.eagle import EagleConfig, EagleLayer, check_mask_token
 from hf_specdec.heads.head import FeatureHead, weights_equal
 from hf_specdec.heads.schema import DFLASH
 from hf_specdec.validation import Rule
@@ -303,10 +303,7 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError(f"`layer_types` has {SLIDING}, but `sliding_window` is not set.")
     if config.max_depth < 1:
         raise InvalidConfigError(f"A block of {config.block_size} slots drafts no tokens.", "Use at least two.")
-    if not 0 <= config.mask_token_id < config.vocab_size:
-        raise InvalidConfigError(
-            f"`mask_token_id` {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
-        )
+    check_mask_token(config)
     if config.markov_head_type not in MARKOV_TYPES:
         raise InvalidConfigError(f"`markov_head_type` must be one of {MARKOV_TYPES}, got {config.markov_head_type!r}.")
     if config.confidence_with_markov and not (config.confidence_head and config.markov_rank):

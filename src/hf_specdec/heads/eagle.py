@@ -143,6 +143,14 @@ def check_single_layer(config: EagleConfig) -> None:
         raise InvalidConfigError(f"`num_hidden_layers` must be 1, got {config.num_hidden_layers}.")
 
 
+def check_mask_token(config: Any) -> None:
+    """Raise `InvalidConfigError` if a config's mask token has no embedding."""
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise InvalidConfigError(
+            f"`mask_token_id` {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
+        )
+
+
 class EagleLayer(nn.Module):
     """A Llama decoder layer, in which the norm before attention is optional.
 

@@ -3,6 +3,9 @@
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
 (https://arxiv.org/abs/2503.01840). The published weights differ from the paper's figure: query, key and value read
 the concatenation of embedding and hidden state, without a second linear layer. Most have their own lm_head.
+
+P-EAGLE (https://arxiv.org/abs/2602.01469) is the same head, trained to predict several tokens in one forward, at mask
+tokens that follow the text: each has the embedding of `mask_token_id` and the learned features `mask_hidden`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.eagle import EagleConfig, EagleLayer, check_mask_token
 from hf_specdec.heads.head import EagleFamilyHead
 from hf_specdec.heads.readings import Reading
 from hf_specdec.heads.schema import EAGLE3
@@ -48,6 +51,8 @@ class Eagle3Config(EagleConfig):
         num_hidden_layers: Number of layers.
         embedding_in_every_layer: Whether layers after the first also read the token embedding (DeepSpec); otherwise
             they are ordinary decoder layers.
+        mask_token_id: Mask token of a P-EAGLE head, which drafts all levels in one forward; None if it drafts level by
+            level.
     """
 
     model_type = "hf_specdec_eagle3"
@@ -63,6 +68,7 @@ class Eagle3Config(EagleConfig):
     own_lm_head: bool = True
     logit_scale: float = 1.0
     embedding_in_every_layer: bool = False
+    mask_token_id: int | None = None
 
     @classmethod
     def for_target(cls, target_config: Any, **overrides: Any) -> Eagle3Config:
@@ -157,6 +163,9 @@ class Eagle3Head(EagleFamilyHead):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.fc = nn.Linear(width, size, bias=config.bias)
+        if config.mask_token_id is not None:
+            check_mask_token(config)
+            self.mask_hidden = nn.Parameter(self.fc.weight.new_empty(1, 1, width).normal_())
         self.midlayer = Eagle3Layer(config)
         if config.num_hidden_layers > 1:
             wide = config.embedding_in_every_layer

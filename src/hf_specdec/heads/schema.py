@@ -156,6 +156,7 @@ EAGLE3: Mapping[str, Rule] = {
     "eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
     "target_hidden_size": integer(1, MAX_WIDTH),
     "logit_scale": number(1e-6, 1e6),
+    "mask_token_id": TOKEN,
     **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"), TRUTH),
     **dict.fromkeys(("own_lm_head", "tie_word_embeddings", "embedding_in_every_layer"), TRUTH),
 }

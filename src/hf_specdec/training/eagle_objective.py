@@ -137,6 +137,11 @@ class EagleObjective(Objective):
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
         super().__init__(head, target, config)
+        if getattr(head.config, "mask_token_id", None) is not None:
+            raise InvalidConfigError(
+                "This is a P-EAGLE head, which drafts in parallel; EAGLE's objective trains heads level by level.",
+                "Train it with speculators, SpecForge or NeMo Automodel.",
+            )
         if config.feature_weight and isinstance(head, Eagle3Head):
             raise InvalidConfigError(
                 "An EAGLE-3 head predicts no features and needs feature_weight=0.",

@@ -344,13 +344,15 @@ def reachable(budget: Budget) -> Budget:
     return replace(budget, num_nodes=size)
 
 
-def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Budget) -> Draft:
+def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: TreeShape) -> Draft:
     """Return the tree of the likeliest nodes; ties go to the shallower node, then to the lower ranks.
+
+    A static shape determines the nodes, whatever their probability.
 
     Args:
         roots: `[B]` root tokens.
         log_probs, tokens: `[B, D, W]` the W best tokens at each depth, best first; log-probabilities are at most 0.
-        budget: Size of the tree; its depth and width must not exceed D and W.
+        budget: Size or shape of the tree; its depth and width must not exceed D and W.
     """
     scores = log_probs.float()
 
@@ -362,6 +364,8 @@ def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Bu
     def expand(frontier: Tensor, _above: Level, _parents: Tensor, _seen: Tensor, depth: int) -> Level:
         return level(depth, frontier.shape[1])
 
+    if isinstance(budget, StaticLevels):
+        return grow_static(roots, level(0, 1), expand, budget)
     return grow_dynamic(roots, level(0, 1), expand, budget, expanded=max(budget.num_nodes - 1, 1))
 
 
