@@ -368,7 +368,7 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     Floats &some = j % 2 ? odd[m] : even[m];
-                    some = fused(w, Floats{} + x[m].numbers[4 * q + j], some);
+                    some = fused(w, x[m].numbers[4 * q + j], some);
                 }
             }
         }
@@ -377,7 +377,7 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
         for (int m = 0; m < M; m++) {
             sum[m] = fused(of_part, even[m] + odd[m], sum[m]);
             const float of_x = K::SCALED == 16 ? x[m].halves[part] : x[m].whole;
-            if (K::ZERO || K::MINIMA) sum[m] = fused(offset, Floats{} + of_x, sum[m]);
+            if (K::ZERO || K::MINIMA) sum[m] = fused(offset, of_x, sum[m]);
         }
     }
 }
@@ -408,7 +408,7 @@ add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima
         for (int m = 0; m < M; m++) {
             const Floats total = __builtin_convertvector((SignedWords)products[m].sum, Floats);
             sum[m] = fused(of_part * x[m].factor, total, sum[m]);
-            if (K::MINIMA) sum[m] = fused(offset, Floats{} + x[m].whole, sum[m]);
+            if (K::MINIMA) sum[m] = fused(offset, x[m].whole, sum[m]);
         }
     }
 }
