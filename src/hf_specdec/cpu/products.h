@@ -234,8 +234,8 @@ static void multiply_rows(const typename D::W *w, long k, long size, const typen
     }
 }
 // Rows of x in a group, if there are `rows` in all: as even as possible.
-static inline long group_size(long rows) {
-    const long groups = (rows + MOST - 1) / MOST;
+static inline long group_size(long rows, long most = MOST) {
+    const long groups = (rows + most - 1) / most;
     return (rows + groups - 1) / std::max<long>(1, groups);
 }
 
@@ -261,7 +261,8 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
         if (residual) residual += MANY_ROWS * total;
     }
     if (!rows) return;
-    const long each = group_size(rows), pitch = [k] {  // bytes of a row of weights
+    const long most = D::is_packed ? PACKED_ROWS : MOST, each = group_size(rows, most);
+    const long pitch = [k] {  // bytes of a row of weights
         if constexpr (D::is_packed) return D::row_bytes(k);
         else return k * long(sizeof(W));
     }();
@@ -272,7 +273,7 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
     const long unit = D::is_packed ? LANES : 8, blocks = (total + unit - 1) / unit;
     const long thread = omp_get_thread_num(), all = omp_get_num_threads();
     const long first = blocks * thread / all * unit, last = std::min(blocks * (thread + 1) / all * unit, total);
-    const bool in_streams = D::is_packed ? rows <= MOST
+    const bool in_streams = D::is_packed ? rows <= most
                             : rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
     const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / pitch / 12 * 12));
     // a panel that one group of rows passes is read once: no other panel is prefetched meanwhile
