@@ -125,21 +125,23 @@ struct RoundedGroup {
     }
 };
 
-// The groups of rows of x: the same group of `each` rows side by side. At most one per thread exists at a time.
+// The groups of rows of x: the same group of `each` rows side by side. All threads of a team make them together, in memory
+// for which `packed_bytes` suffice.
 template <class D> struct PackedRows {
     typedef typename D::X X;
     const X *data;
     long stride;
 
-    PackedRows(const typename D::T *x, long rows, long k, long each) : stride(k / GROUP) {
-        static thread_local std::vector<X> made;
-        const size_t size = (rows + each - 1) / each * each * stride + PACKED_ROWS;  // tiles read some rows too many
-        if (made.size() < size) made.resize(size);
-        for (long m = 0; m < rows; m++)
-            for (long g = 0; g < stride; g++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
-        data = made.data();
+    PackedRows(const typename D::T *x, long rows, long k, long each, X *made) : data(made), stride(k / GROUP) {
+        const long thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (long g = stride * thread / all; g < stride * (thread + 1) / all; g++)
+            for (long m = 0; m < rows; m++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
+#pragma omp barrier
     }
 };
+static inline size_t packed_bytes(long rows, long k) {  // tiles read some rows too many
+    return ((rows + PACKED_ROWS) * (k / GROUP) + PACKED_ROWS) * std::max(sizeof(PlainGroup), sizeof(RoundedGroup));
+}
 
 // How a kind of GGUF block stores numbers q: a weight is scale * (q - ZERO), less a minimum if it has one.
 template <int LOW_, int HIGH_, int SCALED_, int BLOCK_, bool MINIMA_, int ZERO_> struct Format {
