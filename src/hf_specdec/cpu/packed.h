@@ -18,6 +18,7 @@
 
 constexpr long GROUP = 32;          // numbers
 constexpr long PACKED_AHEAD = 4096;  // bytes that are prefetched
+constexpr long PACKED_ROWS = 8;      // rows of x in a tile
 
 typedef int8_t SignedBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -89,8 +90,7 @@ struct PlainGroup {
     }
 };
 struct RoundedGroup {
-    float factor, whole;  // the sum times the factor
-    int32_t halves[2];
+    float factor, halves[2], whole;  // sums are of integers, times the factor
     int8_t numbers[GROUP];
     template <class T> void fill(const T *from) {
         Floats most = {};
@@ -101,7 +101,7 @@ struct RoundedGroup {
         const float largest = largest_lane(most);
         if (!(largest > 1e-30f && largest < INFINITY)) {  // all are about 0, or some are not finite
             *this = {};
-            if (!(largest <= 1e-30f)) factor = whole = NAN;
+            if (!(largest <= 1e-30f)) factor = NAN;
             return;
         }
         const float inverse = 127 / largest;
@@ -114,9 +114,9 @@ struct RoundedGroup {
                 *(SignedBytes *)(numbers + i) = __builtin_convertvector(integers, SignedBytes);
                 added += integers;
             }
-            halves[half] = lane_sum(added);
+            halves[half] = factor * lane_sum(added);
         }
-        whole = factor * (halves[0] + halves[1]);
+        whole = halves[0] + halves[1];
     }
     int32_t four(int quad) const {
         int32_t result;
@@ -125,21 +125,23 @@ struct RoundedGroup {
     }
 };
 
-// The groups of rows of x: the same group of `each` rows side by side. At most one per thread exists at a time.
+// The groups of rows of x: the same group of `each` rows side by side. All threads of a team make them together, in memory
+// for which `packed_bytes` suffice.
 template <class D> struct PackedRows {
     typedef typename D::X X;
     const X *data;
     long stride;
 
-    PackedRows(const typename D::T *x, long rows, long k, long each) : stride(k / GROUP) {
-        static thread_local std::vector<X> made;
-        const size_t size = (rows + each - 1) / each * each * stride + D::MOST_ROWS;  // tiles read some rows too many
-        if (made.size() < size) made.resize(size);
-        for (long m = 0; m < rows; m++)
-            for (long g = 0; g < stride; g++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
-        data = made.data();
+    PackedRows(const typename D::T *x, long rows, long k, long each, X *made) : data(made), stride(k / GROUP) {
+        const long thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (long g = stride * thread / all; g < stride * (thread + 1) / all; g++)
+            for (long m = 0; m < rows; m++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
+#pragma omp barrier
     }
 };
+static inline size_t packed_bytes(long rows, long k) {  // tiles read some rows too many
+    return ((rows + PACKED_ROWS) * (k / GROUP) + PACKED_ROWS) * std::max(sizeof(PlainGroup), sizeof(RoundedGroup));
+}
 
 // How a kind of GGUF block stores numbers q: a weight is scale * (q - ZERO), less a minimum if it has one.
 template <int LOW_, int HIGH_, int SCALED_, int BLOCK_, bool MINIMA_, int ZERO_> struct Format {
@@ -288,15 +290,13 @@ struct Products {
 #if defined(__AVX512VNNI__)
     static constexpr int UNSIGNED = 128;  // is added to signed weights
     static constexpr int most(int) { return 8; }
-    __m512i sum;
-    void begin(int32_t value) { sum = _mm512_set1_epi32(value); }
+    __m512i sum = _mm512_setzero_si512();
     template <int> void add(Quad w, int32_t x) { sum = _mm512_dpbusd_epi32(sum, (__m512i)w, _mm512_set1_epi32(x)); }
     void flush() {}
 #elif LANES == 4
     static constexpr int UNSIGNED = 0;
     static constexpr int most(int) { return 8; }
-    int32x4_t sum;
-    void begin(int32_t value) { sum = vdupq_n_s32(value); }
+    int32x4_t sum = vdupq_n_s32(0);
     template <int> void add(Quad w, int32_t x) {
         const int8x16_t four = (int8x16_t)w, row = vreinterpretq_s8_s32(vdupq_n_s32(x));
         const int16x8_t low = vmull_s8(vget_low_s8(four), vget_low_s8(row)), high = vmull_high_s8(four, row);
@@ -307,8 +307,7 @@ struct Products {
     static constexpr int UNSIGNED = 0;
     static constexpr int most(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 #if LANES == 16
-    __m512i sum, some;
-    void begin(int32_t value) { sum = _mm512_set1_epi32(value), some = _mm512_setzero_si512(); }
+    __m512i sum = _mm512_setzero_si512(), some = sum;
     template <int BITS> void add(Quad w, int32_t x) {
         __m512i row = _mm512_set1_epi32(x), four = (__m512i)w;
         if (BITS == 8) {  // the left operand is unsigned: its sign goes to the right one
@@ -322,8 +321,7 @@ struct Products {
         some = _mm512_setzero_si512();
     }
 #else
-    __m256i sum, some;
-    void begin(int32_t value) { sum = _mm256_set1_epi32(value), some = _mm256_setzero_si256(); }
+    __m256i sum = _mm256_setzero_si256(), some = sum;
     template <int BITS> void add(Quad w, int32_t x) {
         __m256i row = _mm256_set1_epi32(x), four = (__m256i)w;
         if (BITS == 8) row = _mm256_sign_epi8(row, four), four = _mm256_abs_epi8(four);
@@ -337,78 +335,76 @@ struct Products {
 #endif
 };
 
-// What the numbers `part` of a group are multiplied with.
-template <class K> static inline Floats scale_of(const uint8_t *group, int part, Floats scale) {
-    if (!K::SUBSCALED) return scale;
-    return scale * small<!K::MINIMA>(group + part * LANES);
-}
-// What the sum of x is multiplied with: all numbers of a group are moved by ZERO, or have a minimum.
-template <class K> static inline Floats offset_of(const uint8_t *group, Floats scale, Floats of_minima) {
-    return K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : scale * -float(K::ZERO);
-}
-
-// Add a group's products with M rows to their sums; the scales are those of the block.
+// The sums of a group's numbers `part`, times those of M rows.
 template <class K, int M>
 static inline __attribute__((always_inline)) void
-add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const PlainGroup *x) {
-    const Planes<K> planes = {group + LANES * K::SCALES};
-    constexpr int count = K::SCALED / 4;
+multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const PlainGroup *x) {
+    constexpr int count = K::SCALED / 4, turns = LANES == 8 ? 2 : 1;  // of 16 registers, 8 hold sums
+    Floats even[M] = {}, odd[M] = {};
 #pragma GCC unroll 2
-    for (int part = 0; part < GROUP / K::SCALED; part++) {
-        Floats even[M], odd[M];
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) even[m] = odd[m] = Floats{};
+    for (int turn = 0; turn < turns; turn++)
 #pragma GCC unroll 8
         for (int q = part * count; q < part * count + count; q++) {
             const Quad four = planes.quad(q);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
+            for (int j = turn; j < 4; j += turns) {
                 Floats w = planes.number(four, q, j);
                 KEEP(w);
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
                     Floats &some = j % 2 ? odd[m] : even[m];
-                    some = fused(w, Floats{} + x[m].numbers[4 * q + j], some);
+                    some = fused(w, x[m].numbers[4 * q + j], some);
                 }
             }
         }
-        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            sum[m] = fused(of_part, even[m] + odd[m], sum[m]);
-            const float of_x = K::SCALED == 16 ? x[m].halves[part] : x[m].whole;
-            if (K::ZERO || K::MINIMA) sum[m] = fused(offset, Floats{} + of_x, sum[m]);
-        }
-    }
+    for (int m = 0; m < M; m++) sum[m] = even[m] + odd[m];
 }
 template <class K, int M>
 static inline __attribute__((always_inline)) void
-add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const RoundedGroup *x) {
-    const Planes<K> planes = {group + LANES * K::SCALES};
-    constexpr int count = K::SCALED / 4, bits = K::LOW + K::HIGH, zero = K::LOW == 8 ? Products::UNSIGNED : K::ZERO;
+multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const RoundedGroup *x) {
+    constexpr int count = K::SCALED / 4, bits = K::LOW + K::HIGH;
     constexpr int most = Products::most(bits) < count ? Products::most(bits) : count;
+    Products products[M];
+#pragma GCC unroll 4
+    for (int first = part * count; first < part * count + count; first += 2) {
+        Quad two[2];
 #pragma GCC unroll 2
-    for (int part = 0; part < GROUP / K::SCALED; part++) {
-        Products products[M];
+        for (int i = 0; i < 2; i++) {
+            two[i] = planes.quad(first + i);
+            if (K::LOW == 8 && Products::UNSIGNED) two[i] = (Quad)((Words)two[i] ^ 0x80808080u);
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
-            products[m].begin(zero ? -zero * (K::SCALED == 16 ? x[m].halves[part] : x[m].halves[0] + x[m].halves[1]) : 0);
+#pragma GCC unroll 2
+            for (int q = first; q < first + 2; q++) {
+                products[m].template add<bits>(two[q - first], x[m].four(q));
+                if (q % most == most - 1) products[m].flush();
+            }
+    }
 #pragma GCC unroll 8
-        for (int q = part * count; q < part * count + count; q++) {
-            Quad four = planes.quad(q);
-            if (K::LOW == 8 && zero) four = (Quad)((Words)four ^ 0x80808080u);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) products[m].template add<bits>(four, x[m].four(q));
-            if (q % most == most - 1)
-#pragma GCC unroll 8
-                for (int m = 0; m < M; m++) products[m].flush();
-        }
-        const Floats of_part = scale_of<K>(group, part, scale), offset = offset_of<K>(group, of_part, of_minima);
+    for (int m = 0; m < M; m++) sum[m] = __builtin_convertvector((SignedWords)products[m].sum, Floats);
+}
+
+// Add a group's products with M rows to their sums; the scales are those of the block. All numbers of a group are moved by
+// ZERO, or have a minimum, with which the sum of x is multiplied.
+template <class K, int M, class X>
+static inline __attribute__((always_inline)) void
+add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const X *x) {
+    constexpr bool is_rounded = std::is_same_v<X, RoundedGroup>;
+    constexpr int zero = is_rounded && K::LOW == 8 ? Products::UNSIGNED : K::ZERO;
+#pragma GCC unroll 2
+    for (int part = 0; part < GROUP / K::SCALED; part++) {
+        Floats some[M];
+        multiply_part<K, M>(some, Planes<K>{group + LANES * K::SCALES}, part, x);
+        const Floats of_part = K::SUBSCALED ? scale * small<!K::MINIMA>(group + part * LANES) : scale;
+        const Floats offset = K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : of_part * -float(zero);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const Floats total = __builtin_convertvector((SignedWords)products[m].sum, Floats);
-            sum[m] = fused(of_part * x[m].factor, total, sum[m]);
-            if (K::MINIMA) sum[m] = fused(offset, Floats{} + x[m].whole, sum[m]);
+            Floats of_row = of_part;
+            if constexpr (is_rounded) of_row *= x[m].factor;
+            sum[m] = fused(of_row, some[m], sum[m]);
+            if (zero || K::MINIMA) sum[m] = fused(offset, K::SCALED == 16 ? x[m].halves[part] : x[m].whole, sum[m]);
         }
     }
 }
@@ -444,7 +440,6 @@ template <class Number, class K, class Group> struct Packed {
     typedef uint8_t W;
     typedef Group X;
     static constexpr bool is_packed = true, has_scales = false, has_factors = false;
-    static constexpr long MOST_ROWS = 8;
     static constexpr long row_bytes(long k) { return K::row_bytes(k); }
     static void multiply(const uint8_t *w, long k, long size, const X *x, long apart, long rows, float *out, long space) {
         const auto of = [&](auto function) { function(w, k, size, x, apart, rows, out, space); };
@@ -453,11 +448,9 @@ template <class Number, class K, class Group> struct Packed {
             case 2: return of(multiply_tiles<K, X, 2>);
             case 3: return of(multiply_tiles<K, X, 3>);
             case 4: return of(multiply_tiles<K, X, 4>);
-#if LANES != 8
             case 5:
             case 6: return of(multiply_tiles<K, X, 6>);
             default: return of(multiply_tiles<K, X, 8>);
-#endif
         }
     }
 };

@@ -234,8 +234,8 @@ static void multiply_rows(const typename D::W *w, long k, long size, const typen
     }
 }
 // Rows of x in a group, if there are `rows` in all: as even as possible.
-static inline long group_size(long rows) {
-    const long groups = (rows + MOST - 1) / MOST;
+static inline long group_size(long rows, long most = MOST) {
+    const long groups = (rows + most - 1) / most;
     return (rows + groups - 1) / std::max<long>(1, groups);
 }
 
@@ -246,33 +246,27 @@ static inline Floats activated(Floats z, int activation) {
 }
 
 // One thread's share of y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or,
-// with an activation, of the product of the first weight, activated, times that of the second. Weights of 8 bits have a
-// scale for each of their rows.
+// with an activation, of the product of the first weight, activated, times that of the second. N is `total`. Weights of 8
+// bits have a scale for each of their rows. Of packed ones, the rows lie in memory that all threads share.
 template <class D, class T = typename D::T>
 static void multiply_share(const T *x, long rows, long k, const void *const *given, const float *const *scales,
-                           const T *const *biases, const long *sizes, long count, long activation, const T *residual,
-                           T *y) {
+                           const T *const *biases, const long *sizes, long count, long activation, long total,
+                           const T *residual, T *y, [[maybe_unused]] void *memory) {
     typedef typename D::W W;
     const W *const *const weights = (const W *const *)given;
-    long total = 0;
-    for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
-    for (; rows > MANY_ROWS; rows -= MANY_ROWS, x += MANY_ROWS * k, y += MANY_ROWS * total) {
-        multiply_share<D>(x, MANY_ROWS, k, given, scales, biases, sizes, count, activation, residual, y);
-        if (residual) residual += MANY_ROWS * total;
-    }
-    if (!rows) return;
-    const long each = group_size(rows), pitch = [k] {  // bytes of a row of weights
+    const long most = D::is_packed ? PACKED_ROWS : MOST, each = group_size(rows, most);
+    const long pitch = [k] {  // bytes of a row of weights
         if constexpr (D::is_packed) return D::row_bytes(k);
         else return k * long(sizeof(W));
     }();
     const auto input = [&] {
-        if constexpr (D::is_packed) return PackedRows<D>(x, rows, k, each);
+        if constexpr (D::is_packed) return PackedRows<D>(x, rows, k, each, (typename D::X *)memory);
         else return Rows<D>(x, rows, k);
     }();
     const long unit = D::is_packed ? LANES : 8, blocks = (total + unit - 1) / unit;
     const long thread = omp_get_thread_num(), all = omp_get_num_threads();
     const long first = blocks * thread / all * unit, last = std::min(blocks * (thread + 1) / all * unit, total);
-    const bool in_streams = D::is_packed ? rows <= MOST
+    const bool in_streams = D::is_packed ? rows <= most
                             : rows == 1 || (rows <= FEW_ROWS && rows * input.stride * long(sizeof(*input.data)) <= STREAM_X);
     const long fitting = std::max<long>(12, std::min(PANEL, PANEL_BYTES / pitch / 12 * 12));
     // a panel that one group of rows passes is read once: no other panel is prefetched meanwhile
@@ -334,7 +328,7 @@ static bool use_pairs = false;
 enum Weights : long { SAME, INT8, INT8_ROUNDED, PACKED };
 
 template <class T, class... Given>
-static inline void share(Weights form, const T *x, long rows, long k, Given... given) {
+static inline void share_rows(Weights form, const T *x, long rows, long k, Given... given) {
     if (form == INT8) return multiply_share<Widened<T>>(x, rows, k, given...);
     if (form == INT8_ROUNDED) return multiply_share<Integers<T>>(x, rows, k, given...);
     if (form >= PACKED)
@@ -350,13 +344,37 @@ static inline void share(Weights form, const T *x, long rows, long k, Given... g
     multiply_share<Dot<T>>(x, rows, k, given...);
 }
 
+// One thread's share, `MANY_ROWS` at a time. All threads must call it, with the calling thread's `memory_for` the form.
+template <class T>
+static void share(Guard &guard, void *memory, Weights form, const T *x, long rows, long k, const void *const *weights,
+                  const float *const *scales, const T *const *biases, const long *sizes, long count, long activation,
+                  const T *residual, T *y) {
+    const long total = std::accumulate(sizes, sizes + (activation ? 1 : count), long(0));
+    for (long m = 0; m < rows; m += MANY_ROWS) {
+        if (m && form >= PACKED) {
+#pragma omp barrier
+        }
+        guard([&] {
+            share_rows(form, x + m * k, std::min(MANY_ROWS, rows - m), k, weights, scales, biases, sizes, count, activation,
+                       total, residual ? residual + m * total : nullptr, y + m * total, memory);
+        });
+    }
+}
+static void *memory_for(Weights form, long rows, long k) {
+    static thread_local std::vector<uint8_t> made;
+    const size_t size = form >= PACKED ? packed_bytes(std::min(rows, MANY_ROWS), k) : 0;
+    if (made.size() < size) made.resize(size);
+    return made.data();
+}
+
 template <class T>
 static void multiply(Weights form, const T *x, long rows, long k, const void *const *weights, const float *const *scales,
                      const T *const *biases, const long *sizes, long count, long activation, const T *residual, T *y,
                      long threads) {
     Guard guard;
+    void *const memory = memory_for(form, rows, k);
 #pragma omp parallel num_threads(threads)
-    guard([&] { share(form, x, rows, k, weights, scales, biases, sizes, count, activation, residual, y); });
+    share(guard, memory, form, x, rows, k, weights, scales, biases, sizes, count, activation, residual, y);
     guard.check();
 }
 

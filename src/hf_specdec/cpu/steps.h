@@ -58,6 +58,8 @@ template <class T>
 static void run(const Step *steps, long count, const void *const *table, long rows, long threads) {
     const auto at = [&](long place) { return place < 0 ? nullptr : (const T *)table[place]; };
     Guard guard;
+    void *memory = nullptr;
+    for (long i = 0; i < count; i++) memory = memory_for(steps[i].form, rows, steps[i].k);
 #pragma omp parallel num_threads(threads)
     for (const Step *step = steps; step < steps + count; step++) {
         T *const y = (T *)at(step->y);
@@ -73,10 +75,8 @@ static void run(const Step *steps, long count, const void *const *table, long ro
                 weights[i] = at(step->weights[i]), biases[i] = at(step->biases[i]);
                 scales[i] = (const float *)at(step->scales[i]);
             }
-            guard([&] {
-                share(step->form, at(step->x), rows, step->k, weights, scales, biases, step->sizes, step->count,
-                      step->activation, at(step->residual), y);
-            });
+            share(guard, memory, step->form, at(step->x), rows, step->k, weights, scales, biases, step->sizes, step->count,
+                  step->activation, at(step->residual), y);
         }
 #pragma omp barrier
     }
