@@ -114,6 +114,7 @@ class _Loop:
                 logits=prefill.logits if wants_logits and prefill.logits.shape[1] == width else None,
                 launches=launches,
                 step_costs=call.controller.step_costs if needs.step_costs else None,
+                processors=call.processors,
             )
             self._session = start_session(call.drafter, target, context, call.config)
             self._stopwatch = Stopwatch(roots.device) if launches else None
