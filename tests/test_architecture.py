@@ -46,12 +46,12 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1095, "cpu": 1824,
-    "drafters": 6017, "fusion": 761, "generation": 3620, "heads": 2798, "reporting": 375, "training": 4245,
+    "drafters": 6339, "fusion": 761, "generation": 3633, "heads": 2798, "reporting": 375, "training": 4245,
     "trees": 681, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1425
-MAX_CLOSURE = 2349
+MAX_CLOSURE = 2348
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 
 
@@ -107,7 +107,7 @@ def test_the_interface_of_drafters_imports_little() -> None:
 ONE_IMPORTER = {
     "checkpoints.block_layouts", "checkpoints.eagle_layouts", "cli.bench", "cli.demo", "cli.doctor",
     "cli.generate", "cli.train", "control.controller", "cpu.rewrite", "drafters.hybrid",
-    "drafters.prompt_lookup", "drafters.token_translation", "fusion.triton_kernels", "generation.auto",
+    "drafters.token_translation", "fusion.triton_kernels", "generation.auto",
     "generation.decode", "generation.reading_trial", "training.servers", "training.starts",
     "training.tree_search", "verification.chain_target", "verification.tree_target", "viz.tree_plots",
 }  # fmt: skip

@@ -50,10 +50,8 @@ class GrammarDrafter(TextDrafter):
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Start a session, which copies the state of the processor for every row."""
         roots = [root for (root,) in read(context.roots[:, None])[0]]
-        found = find_grammar(context.processors)
-        states: Sequence[GrammarState | None] = [None] * len(roots)
-        if found is not None:
-            states = found[1](found[0], self._vocabularies)
+        copies = find_grammar(context.processors)
+        states = [None] * len(roots) if copies is None else copies(self._vocabularies)
         texts = [GrammarText(state, self._usual) for state in states]
         for text, root in zip(texts, roots, strict=True):
             text.extend([root])
@@ -117,9 +115,11 @@ class GrammarText(Candidates):
     def _reach(self, path: Path) -> bool:
         """Move the state to the end of a path, or as far as the grammar allows; return whether it allows all of it."""
         assert self._state is not None
-        shared = next((n for n, pair in enumerate(zip(path, self._at, strict=False)) if pair[0] != pair[1]), None)
-        shared = min(len(path), len(self._at)) if shared is None else shared
-        self._state.rollback(len(self._at) - shared)
+        shared = 0
+        while shared < min(len(path), len(self._at)) and path[shared] == self._at[shared]:
+            shared += 1
+        if shared < len(self._at):
+            self._state.rollback(len(self._at) - shared)
         for count in range(shared, len(path)):
             if not self._state.accept(path[count]):
                 self._at = path[:count]

@@ -24,9 +24,8 @@ from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, Q
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
-from hf_specdec.drafters.grammar import GrammarDrafter
 from hf_specdec.drafters.grammar_states import find_grammar
-from hf_specdec.drafters.registry import FREE, HISTORY, RESERVED, method_named, methods
+from hf_specdec.drafters.registry import FREE, GRAMMAR, HISTORY, RESERVED, method_named, methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
@@ -134,7 +133,7 @@ class HybridDrafter(Drafter):
         """Start a session of every part, and return one that merges their drafts."""
         sources = []
         for name, part in self._parts.items():
-            if isinstance(part, GrammarDrafter) and find_grammar(context.processors) is None:
+            if part.method == GRAMMAR and find_grammar(context.processors) is None:
                 continue
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
@@ -425,12 +424,12 @@ class _HybridSession(DraftSession):
             source = candidates[row]
             place = source.start
             for token in emitted:
+                if place is None:
+                    break
                 children = source.after(place)
                 if children:
                     self._learned.count(name, children, token)
                 place = source.follow(place, token)
-                if place is None:
-                    break
 
     def close(self) -> None:
         for source in (*self._free, *self._heads):
