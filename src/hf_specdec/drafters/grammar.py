@@ -1,4 +1,4 @@
-"""Draft the text that a grammar forces: where it leaves no choice, the next tokens are known without any model.
+"""Draft the text that a grammar forces: if it leaves no choice, the next tokens are known without any model.
 
 Source of the idea: jump-forward decoding (SGLang, https://arxiv.org/abs/2312.07104), which writes forced text into the
 answer. Here it is only drafted, so the answer keeps the tokens that the model chooses for it.

@@ -44,7 +44,7 @@ class _XGrammarState:
 
     def __init__(self, matcher: Any, encode: Callable[[bytes], list[int]], words: int) -> None:
         self._matcher, self._encode = matcher, encode
-        self._mask = torch.zeros(1, words, dtype=torch.int32)
+        self._mask = torch.zeros(1, words, dtype=torch.int32, device="cpu")
         self.rollback = matcher.rollback
 
     def forced(self) -> list[int]:
@@ -89,7 +89,7 @@ class _OutlinesState:
     """State of an `outlines_core.Guide`, which knows tokens but not their text; `words` as for `_XGrammarState`."""
 
     def __init__(self, guide: Any, words: int) -> None:
-        self._guide, self._mask = guide, torch.zeros(words, dtype=torch.int32)
+        self._guide, self._mask = guide, torch.zeros(words, dtype=torch.int32, device="cpu")
         self.rollback = guide.rollback_state
 
     def forced(self) -> list[int]:
