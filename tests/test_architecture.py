@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1030, "bench": 994, "checkpoints": 3144, "cli": 2526, "control": 1154, "cpu": 1824,
-    "drafters": 6087, "fusion": 761, "generation": 3621, "heads": 2813, "reporting": 375, "training": 4250,
+    "drafters": 6409, "fusion": 761, "generation": 3634, "heads": 2813, "reporting": 375, "training": 4250,
     "trees": 685, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
@@ -107,7 +107,7 @@ def test_the_interface_of_drafters_imports_little() -> None:
 ONE_IMPORTER = {
     "checkpoints.block_layouts", "checkpoints.eagle_layouts", "cli.bench", "cli.demo", "cli.doctor",
     "cli.generate", "cli.train", "control.controller", "cpu.rewrite", "drafters.hybrid",
-    "drafters.prompt_lookup", "drafters.token_translation", "fusion.triton_kernels", "generation.auto",
+    "drafters.token_translation", "fusion.triton_kernels", "generation.auto",
     "generation.decode", "generation.reading_trial", "training.servers", "training.starts",
     "training.tree_search", "verification.chain_target", "verification.tree_target", "viz.tree_plots",
 }  # fmt: skip

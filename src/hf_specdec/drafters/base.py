@@ -59,6 +59,7 @@ class DraftContext:
         step_costs: Returns the measured seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded;
             None if not needed or unknown.
         tokens_left: At most how many tokens a row may still emit.
+        processors: The call's logits processors, called once so far, for the roots.
     """
 
     input_ids: Tensor
@@ -69,6 +70,7 @@ class DraftContext:
     launches: bool = False
     step_costs: StepCostFunction | None = None
     tokens_left: float = float("inf")
+    processors: Sequence[Any] = ()
 
     def texts(self) -> list[list[int]]:
         """Return each row's prompt without padding, followed by its root, on the host; reads the device once."""
@@ -118,10 +120,12 @@ class Candidate(NamedTuple):
 class Candidates(ABC):
     """One source of candidates for one row: lists the tokens that may follow each node of a tree.
 
-    A *place* is the source's state at a node; `start` is its place at the root.
+    A *place* is the source's state at a node; `start` is its place at the root. If it `restricts` others, merged trees
+    have no token that it cannot follow.
     """
 
     start: Any
+    restricts: bool = False
 
     @abstractmethod
     def after(self, place: Any) -> Sequence[Candidate]:
@@ -197,11 +201,6 @@ class CandidateSession(DraftSession):
     """A session that can list the candidates after any node of a row, on the host and at almost no cost."""
 
     has_candidates = True
-
-    @property
-    @abstractmethod
-    def candidates(self) -> Sequence[Candidates]:
-        """See `DraftSession.candidates`."""
 
 
 HOW_TO_LOAD = 'Load it: model.load_drafter("path or Hub id"), or load_head("path or Hub id").'

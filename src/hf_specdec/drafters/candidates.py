@@ -29,7 +29,7 @@ class CachedCandidates(Candidates):
     """
 
     def __init__(self, source: Candidates) -> None:
-        self._source, self.start = source, source.start
+        self._source, self.start, self.restricts = source, source.start, source.restricts
         self._cache: dict[Any, Sequence[Candidate]] = {}
 
     def after(self, place: Any) -> Sequence[Candidate]:
@@ -92,7 +92,7 @@ def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts:
     A token gets the largest probability that any source gives it, times the trust in that source, at most 1. Sources
     that list different tokens cannot both be right, so tokens of one source reduce the probabilities of the others'
     less likely tokens. The sum is at most 1. `places` are each source's at the node; None if it has no candidates
-    there.
+    there. What a source that `restricts` cannot follow is left out first.
     """
     best: dict[int, tuple[float, int]] = {}
     for index, (source, place, trust) in enumerate(zip(sources, places, trusts, strict=True)):
@@ -101,6 +101,9 @@ def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts:
                 trusted = min(trust[trust_class(probability)] * probability, 1.0)
                 if trusted > best.get(token, (0.0, 0))[0]:
                     best[token] = trusted, index
+    for source, place in zip(sources, places, strict=True):
+        if source.restricts and place is not None:
+            best = {token: found for token, found in best.items() if source.follow(place, token) is not None}
     children, claimed, left = list[Child](), [0.0] * len(sources), 1.0
     for token, (probability, index) in sorted(best.items(), key=lambda item: -item[1][0]):
         probability = min(probability * (left + claimed[index]), left)  # the others have claimed the rest

@@ -24,7 +24,8 @@ from hf_specdec.control.policy import HeadSchedule, LearnedStats, MergePolicy, O
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
-from hf_specdec.drafters.registry import FREE, HISTORY, RESERVED, method_named, methods
+from hf_specdec.drafters.grammar_states import find_grammar
+from hf_specdec.drafters.registry import FREE, GRAMMAR, HISTORY, RESERVED, method_named, methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
@@ -41,8 +42,9 @@ LOG_PROB_UNIT = 2.0**-20
 class HybridDrafter(Drafter):
     """Merges the drafts of several drafters, its parts. Works with any model that the parts work with.
 
-    Config fields: `methods` names the parts (default: the loaded drafters, `prompt_lookup` and `token_recycling`),
-    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree. `tree` is rejected.
+    Config fields: `methods` names the parts (default: the loaded drafters, `prompt_lookup`, `token_recycling` and
+    `grammar`), `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree. `tree` is
+    rejected.
 
     Args:
         parts: Drafters by name.
@@ -131,6 +133,8 @@ class HybridDrafter(Drafter):
         """Start a session of every part, and return one that merges their drafts."""
         sources, deepest = [], self.limits(config).num_steps
         for name, part in self._parts.items():
+            if part.method == GRAMMAR and find_grammar(context.processors) is None:
+                continue
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
             limits = checked_limits(part, part_config, name)
@@ -434,12 +438,12 @@ class _HybridSession(DraftSession):
             source = candidates[row]
             place = source.start
             for token in emitted:
+                if place is None:
+                    break
                 children = source.after(place)
                 if children:
                     self._learned.count(name, children, token)
                 place = source.follow(place, token)
-                if place is None:
-                    break
 
     def close(self) -> None:
         for source in (*self._free, *self._heads):

@@ -65,7 +65,10 @@ HISTORY = "history"
 RESERVED = (*COMBINED, PLAIN)
 """Values of `method` that are in no registry."""
 
-FREE = ("prompt_lookup", "token_recycling")
+GRAMMAR = "grammar"
+"""Method that drafts what a logits processor's grammar forces; merged drafters use it in calls that have one."""
+
+FREE = ("prompt_lookup", "token_recycling", GRAMMAR)
 """Methods that `"auto"` and `"hybrid"` merge with the loaded drafters, because they cost almost nothing."""
 
 

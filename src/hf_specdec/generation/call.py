@@ -119,6 +119,7 @@ class Call:
     controller: Controller = field(init=False)
     text: Transcript = field(init=False)
     input_ids: Tensor = field(init=False)  # [B, P]
+    processors: LogitsProcessorList = field(init=False)
     model_kwargs: dict[str, Any] = field(init=False)
     streamer: BaseStreamer | None = field(init=False)
     returns_cache: bool = field(init=False)  # whether the cache is returned, or is the caller's and must be updated
@@ -184,6 +185,7 @@ class Call:
         embeds = model_kwargs.get("inputs_embeds")
         checks.check_prompt(self.config, target, input_ids, embeds, processors, max_length, synced_gpus=synced_gpus)
         self.input_ids, self.model_kwargs, self.streamer = input_ids, model_kwargs, streamer
+        self.processors = processors
         returns_dict = bool(config.return_dict_in_generate)
         self.returns_cache = returns_dict or target.is_adopted
         self.has_unfinished = lambda finished: has_unfinished(model, finished, synced_gpus, device)

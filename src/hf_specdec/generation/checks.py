@@ -22,8 +22,11 @@ from hf_specdec.acceptance.processors import is_rowwise
 from hf_specdec.config import COMBINED, PER_PROMPT, PLAIN, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import is_third_party
+from hf_specdec.drafters.grammar_states import find_grammar
+from hf_specdec.drafters.registry import GRAMMAR
 from hf_specdec.errors import (
     CacheCapacityError,
+    DrafterMismatchError,
     InvalidConfigError,
     SpeculativeDecodingError,
     UnsupportedGenerationError,
@@ -444,6 +447,13 @@ def check_prompt(
             f"acceptance={config.acceptance!r} evaluates prefixes that may be discarded, which stateful logits "
             f"processors do not support: {stateful}.",
             'Use acceptance="auto", or drop them.',
+        ),
+        (
+            GRAMMAR in (config.method, *(config.methods or ())) and find_grammar(processors) is None,
+            f"{GRAMMAR!r} drafts what the grammar of a logits processor forces, and this call has none of xgrammar "
+            "(0.1.33 or newer) or outlines.",
+            'Pass one as `logits_processor`, or use "auto", which needs none.',
+            DrafterMismatchError,
         ),
         (
             input_ids.device.type != device.type,

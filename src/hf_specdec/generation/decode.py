@@ -115,6 +115,7 @@ class _Loop:
                 launches=launches,
                 step_costs=call.controller.step_costs if needs.step_costs else None,
                 tokens_left=call.text.num_remaining,
+                processors=call.processors,
             )
             self._session = start_session(call.drafter, target, context, call.config)
             self._stopwatch = Stopwatch(roots.device) if launches else None
