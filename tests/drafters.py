@@ -259,9 +259,9 @@ GEMMA4 = Row(
     "gemma4_assistant",
     lambda model, _answers, seed: Gemma4AssistantDrafter(gemma4_assistant(model, seed, sparse=True)),
 )
-"""A drafter for Gemma 4 only."""
+"""A drafter for Gemma 4 only: adding it to any other model raises an error."""
 
-WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard"))
+WALKED = (*(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard")), GEMMA4)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
 

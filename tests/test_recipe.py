@@ -194,7 +194,8 @@ class Hub:
 
     endpoint = "https://hub.test"
     tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5}
-    named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None}
+    named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None,
+                       "org/Model-8B-it-assistant": 2}  # fmt: skip
 
     def list_models(self, *, limit: int, sort: str, filter: str = "", search: str = "") -> list[Any]:
         assert (limit, sort) == (200, "downloads")
@@ -211,7 +212,8 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hub, "HfApi", Hub)
     assert find_heads(TARGET) == [
         PublishedHead("z-lab/Model-8B-DFlash", "dflash", 1200), PublishedHead("yuhuili/EAGLE3-Model-8B", "eagle", 900),
-        PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("amd/PARD-Model-8B", "pard", 0),
+        PublishedHead("other/medusa-for-it", "medusa", 5),
+        PublishedHead("org/Model-8B-it-assistant", "draft_model", 2), PublishedHead("amd/PARD-Model-8B", "pard", 0),
     ]  # fmt: skip
     assert find_heads("org/another") == []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,7 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
             "a vocabulary": (text_config(self.assistant).vocab_size, config.vocab_size),
         }
         sources, layers = source_layers(config), find_backbone(model)[1]
-        for layer in find_backbone(self.assistant)[1]:
-            kind = layer.self_attn.layer_type
+        for kind, layer in zip(text_config(self.assistant).layer_types, find_backbone(self.assistant)[1], strict=True):
             there = _key_shape(layers[sources[kind]]) if kind in sources else "none"
             sizes[f"keys in {kind} layers"] = _key_shape(layer), there
         for what, (wanted, found) in sizes.items():
@@ -98,8 +97,7 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
                 'Load it with attn_implementation="sdpa".',
             )
         head = self.assistant.masked_embedding
-        ids = torch.arange(config.vocab_size)
-        if head is not None and not torch.equal(head.token_ordering.cpu().long().sort().values, ids):
+        if head is not None and sorted(head.token_ordering.tolist()) != list(range(config.vocab_size)):
             raise DrafterMismatchError(
                 f"The `token_ordering` of {name} does not list every token once: it was not loaded.",
                 "Load the assistant with from_pretrained().",
@@ -107,13 +105,13 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
 
     def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session."""
-        if not isinstance(target, TreeTarget):
+        if not target.supports_trees:
             raise UnsupportedModelError(
                 f"{type(target.model).__name__} verifies chains with transformers' cache, which drops the keys and "
                 f"values that {type(self.assistant).__name__} attends to.",
                 "Use another method.",
             )
-        return _Session(self, target, context, self.limits(config))
+        return _Session(self, cast(TreeTarget, target), context, self.limits(config))
 
 
 def source_layers(config: Any) -> dict[str, int]:
