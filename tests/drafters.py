@@ -6,18 +6,22 @@ A new method is a row here, and is tested everywhere.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import zoo
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
+    DrafterMismatchError,
     Eagle3Config,
     Eagle3Head,
     EagleConfig,
@@ -32,6 +36,7 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
+from hf_specdec.drafters.gemma4_assistant import TARGETS, Gemma4AssistantDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
@@ -39,7 +44,7 @@ from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
-from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.model import execution_device, find_backbone, text_config
 from hf_specdec.verification.step import Step
 from reference import OracleDrafter
 
@@ -136,6 +141,55 @@ def pard_assistant_for(model: Any, seed: int) -> Any:
     return pard_assistant("llama", seed=seed).to(device=execution_device(model), dtype=torch.float32)
 
 
+@contextmanager
+def assistants_of_gemma4() -> Iterator[None]:
+    """Let all layers of a Gemma 4 share, as in an assistant: transformers 5.23 refuses that, 5.17 and 5.24 do not."""
+    with ExitStack() as stack:
+        for config in (transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig):
+            modes = getattr(config, "kv_sharing_modes", None)
+            if isinstance(modes, property):
+                shared = property(
+                    lambda self, modes=modes: (
+                        ["reuse"] * self.num_hidden_layers
+                        if self.num_kv_shared_layers == self.num_hidden_layers
+                        else modes.fget(self)
+                    )
+                )
+                stack.enter_context(patch.object(config, "kv_sharing_modes", shared))
+        yield
+
+
+def gemma4_assistant(model: Any, seed: int = 0, *, sparse: bool = False, unified: bool = False, **fields: Any) -> Any:
+    """A random assistant of three layers for a Gemma 4, which answers as the target does now and then.
+
+    Raises:
+        DrafterMismatchError: The model is no Gemma 4.
+    """
+    target, names = text_config(model), ("vocab_size", "head_dim", "sliding_window", "max_position_embeddings")
+    if target.model_type not in TARGETS:
+        raise DrafterMismatchError("Only a Gemma 4 has an assistant.")
+    shapes = {name: value for name, value in target.to_dict().items() if name in names}
+    full: Any = find_backbone(model)[1][-1]
+    text = {
+        **shapes, "global_head_dim": full.self_attn.head_dim, "model_type": target.model_type, "hidden_size": 16,
+        "intermediate_size": 32, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4,
+        "num_key_value_heads": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False, "num_kv_shared_layers": 3,
+    }  # fmt: skip
+    kind = "gemma4_unified_assistant" if unified else "gemma4_assistant"
+    config = CONFIG_MAPPING[kind](
+        text_config=text, backbone_hidden_size=target.hidden_size, use_ordered_embeddings=sparse, num_centroids=12,
+        centroid_intermediate_top_k=4, **fields,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with assistants_of_gemma4():
+        assistant = zoo.decisive(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    if sparse:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(target.vocab_size))
+    return assistant.to(execution_device(model))
+
+
 @dataclass(frozen=True)
 class Row:
     """One way to draft for a tiny model."""
@@ -202,8 +256,15 @@ ROWS: tuple[Row, ...] = (
 
 BY_NAME = {row.name: row for row in ROWS}
 
+GEMMA4 = Row(
+    "gemma4_assistant",
+    "gemma4_assistant",
+    lambda model, _answers, seed: Gemma4AssistantDrafter(gemma4_assistant(model, seed, sparse=True)),
+)
+"""A drafter for Gemma 4 only: adding it to any other model raises an error."""
+
 UNWALKED = ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "pard")
-WALKED = tuple(row for row in ROWS if row.name not in UNWALKED)
+WALKED = (*(row for row in ROWS if row.name not in UNWALKED), GEMMA4)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
 

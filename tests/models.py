@@ -50,7 +50,7 @@ CLASSES = """\
 Multimodal models (tested with text prompts), encoder-decoder models, speech and audio-code models, parts of larger
 models.
 """
-AUTO = drafters.Row("auto", "auto")
+AUTO, EVERY_ROW = drafters.Row("auto", "auto"), (*drafters.ROWS, drafters.GEMMA4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def verdict(name: str, rows: Sequence[drafters.Row] = drafters.ROWS) -> Verdict:
+def verdict(name: str, rows: Sequence[drafters.Row] = EVERY_ROW) -> Verdict:
     """Test an architecture of the causal-LM mapping, see `judged`."""
     return judged(name, zoo.build(name), rows)
 
 
 def class_verdict(
-    name: str, rows: Sequence[drafters.Row] = (*drafters.ROWS, AUTO), batch_sizes: Sequence[int] = (1, 3)
+    name: str, rows: Sequence[drafters.Row] = (*EVERY_ROW, AUTO), batch_sizes: Sequence[int] = (1, 3)
 ) -> Verdict:
     """Test a class outside of the causal-LM mapping, see `judged`."""
     return judged(name, generative.build(name), rows, batch_sizes)

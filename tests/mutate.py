@@ -71,6 +71,7 @@ TESTS: dict[str, list[str]] = {
     "drafters/hybrid.py": ["test_hybrid", "test_hybrid_session", "test_drafters"],
     "drafters/draft_model.py": ["test_draft_model", "test_pard", "test_drafters"],
     "drafters/pard.py": ["test_pard"],
+    "drafters/gemma4_assistant.py": ["test_gemma4_assistant"],
     "drafters/feature_session.py": ["test_eagle", "test_mtp", "test_simulated_device"],
     "drafters/mtp.py": ["test_mtp", "test_drafters"],
     "heads/attention.py": ["test_eagle", "test_training"],

@@ -49,9 +49,14 @@ def device() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "lfm2"])
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """The same model on the CPU and on the device: full attention, sliding windows, chains."""
+    """Full attention, sliding windows, chains."""
+    return on_both(request.param)
+
+
+def on_both(name: str) -> tuple[Any, Any]:
+    """The same model on the CPU and on the device."""
     with simulation():
-        plain, there = copy.deepcopy(zoo.build(request.param)), move(copy.deepcopy(zoo.build(request.param)))
+        plain, there = copy.deepcopy(zoo.build(name)), move(copy.deepcopy(zoo.build(name)))
         return SpeculativeGenerationMixin.attach(plain), SpeculativeGenerationMixin.attach(there)
 
 
@@ -106,6 +111,12 @@ def test_the_same_answers_with_one_read_per_step(
     assert chains or "verification/chain_target.py:_forward" not in {place for _, place in reads}
 
 
+@pytest.mark.usefixtures("full_depth")
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_an_assistant_of_gemma4(sampling: dict[str, Any]) -> None:
+    test_the_same_answers_with_one_read_per_step(on_both("gemma4_text"), drafters.GEMMA4, sampling, 3)
+
+
 UPLOADED_PER_CALL = (
     "verification/target.py:prefill", "transformers_private.py:prefill", "verification/features.py:of",
     "verification/masks.py:of", "acceptance/accepted.py:__init__",
@@ -114,7 +125,7 @@ UPLOADED_PER_CALL = (
 )  # fmt: skip
 """Where the host gives the device something and waits: once per call; steps upload from pinned memory."""
 
-OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
+OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3", "gemma4_assistant")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/hooks.py:_sample", "transformers_private.py:prefill",
     "verification/features.py:of", "verification/chain_target.py:_forward", "transformers_private.py:pad_token_id",

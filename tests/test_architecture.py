@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3144, "cli": 2526, "control": 1154, "cpu": 1824,
-    "drafters": 6409, "fusion": 761, "generation": 3634, "heads": 2813, "reporting": 375, "training": 4250,
-    "trees": 685, "verification": 6718, "viz": 996,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3151, "cli": 2526, "control": 1154, "cpu": 1824,
+    "drafters": 6652, "fusion": 761, "generation": 3653, "heads": 2813, "reporting": 375, "training": 4250,
+    "trees": 685, "verification": 6743, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1425
@@ -109,7 +109,7 @@ ONE_IMPORTER = {
     "cli.generate", "cli.train", "control.controller", "cpu.rewrite", "drafters.hybrid",
     "drafters.token_translation", "fusion.triton_kernels", "generation.auto",
     "generation.decode", "generation.reading_trial", "training.servers", "training.starts",
-    "training.tree_search", "verification.chain_target", "verification.tree_target", "viz.tree_plots",
+    "training.tree_search", "verification.chain_target", "viz.tree_plots",
 }  # fmt: skip
 """Modules that a single other module imports; the list may only shrink, because they could be part of that module."""
 NAMES_OF_KINDS = {"dflash.py", "eagle.py", "medusa.py", "mtp.py"}

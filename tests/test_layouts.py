@@ -388,7 +388,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("", {"speculators_model_type": ["x"]}, STRAY, "of the unknown type"),
     ("peagle of NeMo", {}, {"mask_hidden": ...}, "of a P-EAGLE head, but there is no tensor mask_hidden"),
     ("", {"pard_token": 7}, STRAY, "PARD"),
-    ("", {"architectures": ["Gemma4AssistantForCausalLM"]}, STRAY, "is a Gemma 4 assistant"),
+    ("", {"model_type": "gemma4_assistant"}, STRAY, "is a Gemma 4 assistant"),
     ("", {"model_type": "llama"}, STRAY, "in a known layout: its config has .*model_type.*its tensors are a.weight"),
     (MODELOPT, {}, {"mask_hidden": torch.zeros(1, 1, 96)}, "A P-EAGLE head needs the mask token"),
     (MODELOPT, {}, {"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.zeros(2, 2)},

@@ -196,7 +196,7 @@ class Hub:
     tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5}
     named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None,
                        "aws/Model-8B-P-EAGLE": 4, "x/EAGLE4-Model-8B": 3, "y/uno-Model-8B": 2, "z/Model-8B-NVFP4": 50,
-                       "z/Model-8B-DFlash-NVFP4": 1}  # fmt: skip
+                       "z/Model-8B-DFlash-NVFP4": 1, "org/Model-8B-it-assistant": 2}  # fmt: skip
 
     def list_models(self, *, limit: int, sort: str, filter: str = "", search: str = "") -> list[Any]:
         assert (limit, sort) == (200, "downloads")
@@ -215,6 +215,7 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         PublishedHead("z-lab/Model-8B-DFlash", "dflash", 1200), PublishedHead("yuhuili/EAGLE3-Model-8B", "eagle", 900),
         PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("aws/Model-8B-P-EAGLE", "eagle", 4),
         PublishedHead("x/EAGLE4-Model-8B", "eagle4", 3, is_read=False),
+        PublishedHead("org/Model-8B-it-assistant", "draft_model", 2),
         PublishedHead("y/uno-Model-8B", "uno", 2, is_read=False),
         PublishedHead("z/Model-8B-DFlash-NVFP4", "nvfp4", 1, is_read=False),
         PublishedHead("amd/PARD-Model-8B", "pard", 0),

@@ -141,8 +141,6 @@ UNREAD_SPECULATORS = {
 }
 UNREAD_ARCHITECTURES = {
     "MLPSpeculatorPreTrainedModel": "an MLP speculator",
-    "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
-    "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
 }
 
 DSPARK_LAYERS = {"": "DeepSeek-V4", "DeepseekV4": "DeepSeek-V4", "K3": "Kimi-K3", "KimiK3": "Kimi-K3"}
@@ -198,8 +196,10 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------- PARD assistants
+# ----------------------------------------------------------------------------------------------- assistants
 
+SHARING_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Values of `model_type` of assistants that attend to their target's keys and values."""
 MASK_TOKEN_FIELDS = ("pard_token", "ptd_token_id")
 """Config fields with the id of the mask token: PARD's, and another name that vLLM reads."""
 
@@ -231,7 +231,9 @@ def drafts_in_parallel(fields: Mapping[str, Any]) -> bool:
 
 
 def is_assistant_config(fields: Fields) -> bool:
-    """Whether a `config.json` is that of a PARD or PARD-2 assistant, and not of a head with a mask token (P-EAGLE)."""
+    """Whether a `config.json` is that of a PARD, PARD-2 or Gemma 4 assistant, and not of a head with a mask token."""
+    if fields.get("model_type") in SHARING_ASSISTANTS:
+        return True
     architectures = fields.get("architectures")
     names = map(str, architectures) if isinstance(architectures, list) else ()
     if is_head_config(fields) or any(name in UNREAD_ARCHITECTURES for name in names):
@@ -241,11 +243,16 @@ def is_assistant_config(fields: Fields) -> bool:
     return mask_token_in(fields) is not None or needs_features(fields)
 
 
+def assistant_kind(fields: Mapping[str, Any]) -> str:
+    """Return what kind of assistant a config is of, for error messages."""
+    return "Gemma 4 assistant" if fields.get("model_type") in SHARING_ASSISTANTS else "PARD assistant"
+
+
 def assistant_refusal(fields: Mapping[str, Any], where: str) -> CheckpointFormatError:
     """Return the error for an assistant where a head is expected, given its config and name."""
     if needs_features(fields):
         return CheckpointFormatError(f"{where} is {PARD_2}.", PARD_2_HINT)
     return CheckpointFormatError(
-        f"{where} is a PARD assistant, a whole language model and not a head.",
+        f"{where} is a {assistant_kind(fields)}, a whole language model and not a head.",
         "Load it with model.load_drafter(path_or_hub_id), or pass it to generate() as assistant_model=.",
     )

@@ -279,7 +279,7 @@ def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: A
 
 METHOD_BY_WORD = {
     "eagle": "eagle", "hass": "eagle", "medusa": "medusa", "dflash": "dflash", "jetspec": "dflash", "dspark": "dflash",
-    "mtp": "mtp", "pard": "pard", "speculator": "eagle",
+    "mtp": "mtp", "pard": "pard", "speculator": "eagle", "it-assistant": "draft_model",
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
@@ -292,7 +292,7 @@ class PublishedHead:
     """A repository whose name says that it holds a draft head."""
 
     repo_id: str
-    method: str  # value of `speculative=`; for "pard" the repository is passed as `assistant_model=`
+    method: str  # value of `speculative=`; "pard" and "draft_model": an assistant
     downloads: int  # in the last 30 days
     is_read: bool = True  # False: `method` is the name of a family of heads that is refused
 

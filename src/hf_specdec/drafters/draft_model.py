@@ -132,6 +132,11 @@ class DraftModelDrafter(Drafter):
             facts = self._facts = inspect_target(self.assistant)
         return facts
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether the assistant can draft trees, not only chains."""
+        return self.facts.supports_trees
+
     def bind(self, model: PreTrainedModel) -> None:
         """Check that the assistant knows the target's tokens or enough of them, and can verify trees or chains."""
         if self.assistant is model:
@@ -139,7 +144,7 @@ class DraftModelDrafter(Drafter):
                 f"The assistant is the target itself, the same {type(model).__name__} object.",
                 "Pass a smaller model with the same tokenizer.",
             )
-        _ = self.facts
+        _ = self.drafts_trees
         size, wanted = num_embeddings(self.assistant), int(text_config(model).vocab_size)
         if self.tokenizer is None and size < wanted - MAX_PADDING_ROWS:
             raise DrafterMismatchError(
@@ -169,7 +174,7 @@ class DraftModelDrafter(Drafter):
                 "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
                 "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
             )
-        top_k, num_nodes = config.top_k or self.defaults.top_k, config.num_draft_tokens
+        top_k, num_nodes = config.top_k or (1 if self.sample else self.defaults.top_k), config.num_draft_tokens
         if self.sample and (top_k > 1 or config.tree is not None):
             raise InvalidConfigError(
                 f"A drafter with sample=True draws a chain, got tree={config.tree!r} and top_k={config.top_k}.",
@@ -182,7 +187,7 @@ class DraftModelDrafter(Drafter):
             num_steps = config.num_steps or (num_nodes - 1 if num_nodes else self.defaults.num_steps)
             return self.trimmed(Budget(num_nodes or num_steps + 1, num_steps, 1))
         tree = super().limits(config)
-        return self.trimmed(tree if self.facts.supports_trees else tree.chain)
+        return self.trimmed(tree if self.drafts_trees else tree.chain)
 
     def trimmed(self, budget: Budget) -> Budget:
         """Return the budget without steps and nodes that no draft within it can have; `PLAIN_STEP` if nothing fits."""

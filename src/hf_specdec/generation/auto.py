@@ -46,11 +46,11 @@ class AutoSpeculativeModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *, drafter: Any = None, **kwargs: Any) -> Any:
-        """Load a target model, attach speculation, register its head or PARD assistant (if any) and return the model.
+        """Load a target model, attach speculation, register its head or assistant (if any) and return the model.
 
         Args:
             name_or_path: Path or Hub id of a target model, or of a head that names its target.
-            drafter: Path or Hub id of a head or a PARD assistant; None: a head is at `name_or_path`, or there is none.
+            drafter: Path or Hub id of a head or an assistant; None: a head is at `name_or_path`, or there is none.
             **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained` for the target (dtype, device_map, ...).
                 `token`, `cache_dir`, `force_download` and `local_files_only` apply to the head as well; `revision` and
                 `subfolder` apply to `name_or_path` only.

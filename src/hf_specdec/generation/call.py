@@ -29,13 +29,14 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.acceptance import rules
 from hf_specdec.acceptance.processors import is_rowwise
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.checkpoints.formats import drafts_in_parallel
+from hf_specdec.checkpoints.formats import SHARING_ASSISTANTS, drafts_in_parallel
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, CostModelController, FixedController, TierController
 from hf_specdec.control.costs import time_forwards
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import checked_limits
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
@@ -349,7 +350,8 @@ def _assisted_drafters(
         if method == PARD:
             drafter: DraftModelDrafter = PardDrafter(model, **tokenizers)
         else:
-            drafter = DraftModelDrafter(model, sample=samples, **tokenizers)
+            shares = getattr(getattr(model, "config", None), "model_type", None) in SHARING_ASSISTANTS
+            drafter = (Gemma4AssistantDrafter if shares else DraftModelDrafter)(model, sample=samples, **tokenizers)
         drafters[method] = drafter.or_known(made.get(method))
     made.update(drafters)
     return drafters

@@ -1,4 +1,4 @@
-"""Load a head or a PARD assistant for a target, and decide how an ambiguous head is read."""
+"""Load a head, or a PARD or Gemma 4 assistant, for a target, and decide how an ambiguous head is read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec.checkpoints.formats import assistant_refusal, is_assistant_config, needs_features
+from hf_specdec.checkpoints.formats import (
+    SHARING_ASSISTANTS,
+    assistant_kind,
+    assistant_refusal,
+    is_assistant_config,
+    needs_features,
+)
 from hf_specdec.checkpoints.hub import Checkpoint, check_target_adapter, checkpoint_in, head_in, load_head
 from hf_specdec.checkpoints.layout import copy_checked
 from hf_specdec.checkpoints.sources import Folder, open_source, refuse_foreign_kernels
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.registry import check_drafter_name, drafter_of, methods
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, listed, translated
@@ -54,7 +61,7 @@ def head_drafter(
 ) -> Drafter:  # fmt: skip
     """Load a head, choose its reading if its files allow several (*ambiguous*), and return its drafter.
 
-    If the files are those of a PARD assistant, return its drafter instead.
+    If the files are those of an assistant, return its drafter instead.
 
     A loaded head whose reading has already been chosen keeps it unless `reading`, fields of a `Reading`, is given. The
     drafter is bound to the target only if several readings are tried, see `choose_reading`; unless `tries_readings`,
@@ -66,7 +73,8 @@ def head_drafter(
             "A whole model is passed to generate() as `assistant_model=`.",
         )
     if name is not None:
-        check_drafter_name(name, {PardDrafter.method, *(row.name for row in methods().values() if row.heads)})
+        of_assistants = {PardDrafter.method, Gemma4AssistantDrafter.method}
+        check_drafter_name(name, of_assistants | {row.name for row in methods().values() if row.heads})
     wanted = {} if not reading else checked_reading(reading)
     given = {option: value for option, value in options.items() if value is not None}
     if isinstance(source, DraftHead):
@@ -82,8 +90,10 @@ def head_drafter(
         fields = assistant_config(files)
         if fields is not None:
             if wanted:
-                raise InvalidConfigError(f"`reading` is given, but {source} is a PARD assistant.", "Leave it out.")
-            return PardDrafter(_assistant(model, files, fields, given))
+                kind = assistant_kind(fields)
+                raise InvalidConfigError(f"`reading` is given, but {source} is a {kind}.", "Leave it out.")
+            drafts = Gemma4AssistantDrafter if fields.get("model_type") in SHARING_ASSISTANTS else PardDrafter
+            return drafts(_assistant(model, files, fields, given))
         known = [*OWN_OPTIONS, *list(inspect.signature(load_head).parameters)[1:]]
         check_known("load_drafter", given, known, kind="option")
         head = head_in(files, **{option: value for option, value in given.items() if option not in PLACE_OPTIONS})
@@ -121,11 +131,11 @@ def opened(source: str | Path, options: Mapping[str, Any]) -> Folder:
     return open_source(source, places.pop("subfolder", ""), places)
 
 
-# ----------------------------------------------------------------------------------------------- PARD assistants
+# ----------------------------------------------------------------------------------------------- assistants
 
 
 def assistant_config(files: Folder) -> Fields | None:
-    """Return the config of a PARD assistant; None if the files are something else, such as a head; refuse PARD-2."""
+    """Return the config of an assistant; None if the files are something else, such as a head; refuse PARD-2."""
     fields = files.fields
     if not is_assistant_config(fields):
         return None
@@ -136,20 +146,23 @@ def assistant_config(files: Folder) -> Fields | None:
 
 @persistent_tensors()
 def _assistant(model: PreTrainedModel, files: Folder, fields: Fields, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a PARD assistant, by default in the target's dtype and on its device.
+    """Load an assistant, by default in the target's dtype and on its device.
 
     `options` are arguments of `AutoModelForCausalLM.from_pretrained`, and `device`. With `trust_remote_code=True` and
     code in the repository, transformers reads the files; otherwise this package does, as those of a head.
     """
+    kind = assistant_kind(fields)
     if "hot_tokens" in options:
-        raise InvalidConfigError(f"{files.name} is a PARD assistant, which has no `hot_tokens`.", "Leave them out.")
+        raise InvalidConfigError(f"{files.name} is a {kind}, which has no `hot_tokens`.", "Leave them out.")
     if "attn_implementation" not in options:
         refuse_foreign_kernels(fields, files.name)
     arguments = {"dtype": model.dtype, "trust_remote_code": False, **options}
     device = arguments.pop("device", None)
     checkpoint = checkpoint_in(files)
-    problem = f"The PARD assistant {files.name!r} cannot be loaded"
-    with translated(CheckpointFormatError, problem, "Use the directory or Hub id of a causal language model."):
+    problem, hint = f"The {kind} {files.name!r} cannot be loaded", "Use the files of a causal language model."
+    if fields.get("model_type") in SHARING_ASSISTANTS:
+        hint = "Install transformers 5.24 or later: 5.23 cannot create these assistants."
+    with translated(CheckpointFormatError, problem, hint):
         if arguments["trust_remote_code"] and "auto_map" in fields:
             assistant = AutoModelForCausalLM.from_pretrained(files.name, **arguments)
         else:
@@ -181,7 +194,11 @@ def _read_assistant(checkpoint: Checkpoint, options: Mapping[str, Any]) -> Any:
             f"{where}: its config describes {needed:,} weights and {tables:,} bytes of tables; its files hold "
             f"{stored:,} weights, and at most {MAX_BUFFER_BYTES:,} bytes of tables are computed."
         )
-    state = {name: copy_checked(name, tensor, where) for name, tensor in files.read(files.shapes).items()}
+    integers = {name for name, buffer in empty.named_buffers() if not buffer.is_floating_point()}
+    state = {
+        name: tensor.clone() if name in integers else copy_checked(name, tensor, where)
+        for name, tensor in files.read(files.shapes).items()
+    }
     assistant, report = type(empty).from_pretrained(
         None,
         config=config,

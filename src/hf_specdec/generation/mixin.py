@@ -255,7 +255,7 @@ class SpeculativeGenerationMixin:
         token: str | bool | None = None, verify: bool | Sequence[Tensor] | None = None,
         reading: Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
-        """Load a head or a PARD assistant, check it against this model and register its drafter.
+        """Load a head, or a PARD or Gemma 4 assistant, check it against this model and register its drafter.
 
         Some EAGLE-3 files do not say which hidden states the head reads. Such a head is tried in every possible way on
         texts that this model writes. This takes a few seconds, once per head and model: the result is stored.
@@ -272,7 +272,7 @@ class SpeculativeGenerationMixin:
             reading: Fixes how such a head is read; what is left open is tried. Fields: `norm_output` (the next draft
                 step reads the head's normalised output), `layer_offset` (0 or 1, added to the stored layer ids),
                 `final_norm` (the state after the last layer is read after the final norm).
-            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...; for a PARD
+            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...; for an
                 assistant, of `AutoModelForCausalLM.from_pretrained` (default: this model's dtype and device).
 
         Returns:

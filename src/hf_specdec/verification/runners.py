@@ -431,8 +431,10 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[...,
     operation = torch.ops.hf_specdec.tree_attention.default
     cache_layers = _traced_layers(config)
     dummies = [type(layer).__name__ == "DummyLayer" for layer in DynamicCache(config=config).layers]
-    attending_layers = {
-        index for index, layer in enumerate(cache_layers) if isinstance(layer, _TracedLayer) and not dummies[index]
+    attending_layers = {  # in transformers 5.17, the cache ends before the layers that share keys
+        index
+        for index, (layer, is_dummy) in enumerate(zip(cache_layers, dummies, strict=False))
+        if isinstance(layer, _TracedLayer) and not is_dummy
     }
     attended: set[int] = set()
 

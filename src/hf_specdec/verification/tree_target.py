@@ -17,7 +17,7 @@ from hf_specdec.transformers_private import can_prefill_with, prefill, updated_k
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features, PromptPadding
-from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs
+from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs, committed_slots
 from hf_specdec.verification.model import cache_argument, execution_device, takes_positions, text_config
 from hf_specdec.verification.recurrent_layer import recurring
 from hf_specdec.verification.runners import Runner, attention_of
@@ -147,6 +147,29 @@ class TreeTarget(Target):
     def rollback(self, num_nodes: int) -> None:
         """See `Target`."""
         self.cache.rollback()
+
+    def committed(self, layer: int, last: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys and values `[R, H, S, D]` of a layer at the committed slots, and bool `[R, S]`, True for tokens.
+
+        R are the rows that the cache holds. With `last`, only the last slots of each row count, and earlier slots that
+        no row needs are left out.
+        """
+        cache, held = self.cache, self.cache.layers[layer]
+        first = 0 if last is None else max(min(cache.lengths) - last, 0)
+        lengths = cache.lengths_on(execution_device(self.model), len(cache.lengths))
+        padding = self.padding if cache.active is None else cache.active.padding
+        valid = committed_slots(lengths, cache.start, padding)
+        if last is not None:
+            valid &= torch.arange(cache.start, device=lengths.device) >= lengths[:, None] - last
+        keys, values = (states[:, :, first : cache.start] for states in (held.keys, held.values))
+        return keys, values, valid[:, first:]
+
+    def root_positions(self) -> torch.Tensor:
+        """Return the positions `[R, 1]` of the roots that follow the committed text, see `committed`."""
+        cache = self.cache
+        lengths = cache.lengths_on(execution_device(self.model), len(cache.lengths))
+        positions = self.positions if cache.active is None else cache.active.positions
+        return positions.of_nodes(torch.zeros_like(lengths[:1, None]), lengths)
 
     def close(self) -> None:
         """See `Target`."""
