@@ -104,7 +104,7 @@ def main():
     done = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
     finished = {row["schema"] for row in done["rows"]}
     lines = [json.loads(line) for line in SCHEMAS.open()]
-    spread = [line for start in range(3) for line in lines[start::3]][: options.schemas]
+    spread = [line for start in range(17) for line in lines[start::17]][: options.schemas]
     left = [line for line in spread if line["name"] not in finished]
     for number, line in enumerate([*left[:1], *left]):  # the first one warms up
         inputs = loading.encode(tokenizer, prompt(line), model.device)
