@@ -204,6 +204,7 @@ def canonical(tensors: Tensors) -> Tensors:
             name = f"layers.{rest}" if rest[0].isdigit() else f"layers.0.{rest}"
         for index, part in enumerate(("low", "mid", "high")):
             name = name.replace(f"aux_norm_{part}.", f"fc_norm.{index}.")
+        name = name.replace("encoder.output_norm_enc.", "hidden_norm.").replace("encoder.fc.", "fc.")
         named[name] = tensor
     return named
 
@@ -362,6 +363,8 @@ def block_seen(config: Config, layer: int, start: int) -> Tensor:
             return everything
         block = everything if config["sliding_window_non_causal"] else behind >= 0
         return torch.where(place < start, place >= start - window, block)
+    if config["model_type"] == "muse_glimmer_assistant":
+        return behind.abs() <= window if slides else everything
     seen = behind.abs() < window if slides else everything
     return seen & (behind >= 0) if nested.get("causal_head") or nested.get("causal") else seen
 
@@ -742,6 +745,14 @@ def block_examples() -> dict[str, Example]:
         "jetspec, windows": Example(
             "jetspec", zlab_fields(FULL, SLIDES, window=4, nested={"causal_head": True}), random_tensors(two),
             draft_block),
+        "muse-glimmer": Example(
+            "muse-glimmer",
+            {name: value for name, value in block_fields(
+                SLIDES, FULL, window=4, architectures=["MuseGlimmerAssistantModel"], block_size=5,
+                mask_token_id=V - 1, target_layer_ids=[0, 16]).items() if name != "vocab_size"}
+            | {"model_type": "muse_glimmer_assistant"},
+            {name.replace("hidden_norm", "encoder.output_norm_enc").replace("fc.", "encoder.fc."): tensor
+             for name, tensor in random_tensors(two).items()}, draft_block),
         **kinds,
         "deepspec, plain": Example("deepspec", deepspec_fields(), random_tensors(one), draft_block),
         "deepspec, no markov": Example(

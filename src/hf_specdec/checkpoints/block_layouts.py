@@ -2,7 +2,7 @@
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for
-fields of the config that change masks.
+fields of the config that change masks; transformers 5.24 (`muse_glimmer_assistant`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
         if len(shapes.get(name, ())) != 2:
             raise CheckpointFormatError(f"{name} is missing, or not a matrix.")
     settings = {**layer_fields(layout, fields, shapes, windows=False), **known}
+    if not layout.layer_config and fields.get("vocab_size") is None:
+        settings["vocab_size"] = 0
     for name in ("block_size", "mask_token_id"):
         if name not in settings:
             raise CheckpointFormatError(f"its config has no `{name}`.")
@@ -75,7 +77,7 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
         "aux_hidden_state_layer_ids": _layer_ids(layout, fields, shapes, count),
         "own_lm_head": "lm_head.weight" in shapes,
         **directions,
-        **_windows(fields, layer, count),
+        **_windows(layout, fields, layer, count),
     }
 
 
@@ -100,7 +102,7 @@ def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) 
     return None
 
 
-def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
+def _windows(layout: Layout, fields: Fields, layer: Fields, num_layers: int) -> Fields:
     """Return the kind of attention of each layer and the sliding window; `layer` is the config of the layers."""
     types, window = layer.get("layer_types"), layer.get("sliding_window")
     if types is not None and not (isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)):
@@ -117,7 +119,8 @@ def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
     THIRD_PARTY_LAYER["sliding_window"].check("sliding_window", window)
     if len(types) != num_layers:
         raise CheckpointFormatError(f"`layer_types` is {shortened(types)} for {num_layers} layers.")
-    return {"layer_types": types, "sliding_window": window}
+    # transformers' bidirectional windows include the position at this distance
+    return {"layer_types": types, "sliding_window": window + (layout.name == _MUSE_GLIMMER.name)}
 
 
 def _flag(fields: Fields, path: str) -> bool | None:
@@ -330,6 +333,17 @@ _JETSPEC = replace(
     fixed={"all_children": True},
     format="",
 )
+_MUSE_GLIMMER = Layout(
+    name="muse-glimmer",
+    head_class=DFlashHead,
+    writers="transformers (Muse-Glimmer's assistant)",
+    marks={"model_type": "muse_glimmer_assistant"},
+    settings_of=_settings,
+    fields={name: name for name in ("block_size", "mask_token_id", "base_model_name_or_path")},
+    fixed={"input_embedding_scale": 1.0},
+    renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+    layer_ids=(("target_layer_ids", (1,)),),
+)
 _DEEPSPEC = Layout(
     name="deepspec",
     head_class=DFlashHead,
@@ -374,5 +388,5 @@ _SPECULATORS_DSPARK = replace(
     format="",  # written as the one above, with another type
 )
 
-BLOCK_LAYOUTS = (_SPECULATORS_DFLASH, _SPECULATORS_DSPARK, _DEEPSPEC, _JETSPEC, _ZLAB)
+BLOCK_LAYOUTS = (_SPECULATORS_DFLASH, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _JETSPEC, _ZLAB)
 """All layouts of block heads; the first that matches is used."""

@@ -100,6 +100,7 @@ HEAD_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
     "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel",
+    "MuseGlimmerAssistantModel",
 )  # fmt: skip
 
 

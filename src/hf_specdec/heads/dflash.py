@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
 from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.head import FeatureHead, weights_equal
@@ -31,6 +31,7 @@ class DFlashConfig(EagleConfig):
     """Configuration of a block head: the fields of `EagleConfig`, and those of published variants.
 
     Args:
+        vocab_size: Vocabulary size of the target; 0 until the head is loaded for a target.
         block_size: Slots of the block that the head was trained with, the root's included.
         mask_token_id: Token whose embedding stands for a token to predict.
         aux_hidden_state_layer_ids: Numbers of the target's hidden states that the head reads, in this order: 0 is the
@@ -49,6 +50,8 @@ class DFlashConfig(EagleConfig):
         confidence_head: Whether the head predicts how likely its tokens are accepted.
         confidence_with_markov: Whether this prediction reads the previous token, too.
         own_lm_head: Whether the head has its own lm_head; otherwise it uses the target's.
+        input_embedding_scale: Factor of the rows of the embedding's table, which are then read without what the
+            embedding itself adds (a norm, a factor); None for the embedding as it is.
         all_children: Whether trees get all `top_k` children of each expanded node, as JetSpec's do, rather than the
             likeliest nodes.
         num_hidden_layers: Number of layers.
@@ -75,6 +78,7 @@ class DFlashConfig(EagleConfig):
     confidence_head: bool = False
     confidence_with_markov: bool = False
     own_lm_head: bool = False
+    input_embedding_scale: float | None = None
     all_children: bool = False
     num_target_layers: int | None = None
 
@@ -92,6 +96,33 @@ def default_layers(depth: int, num_draft_layers: int) -> list[int]:
     if num_draft_layers == 1:
         return [depth // 2 + 1]
     return [round(1 + i * (depth - 4) / (num_draft_layers - 1)) + 1 for i in range(num_draft_layers)]
+
+
+class TableEmbedding(nn.Module):
+    """Rows of an embedding's table times a factor, without what the embedding itself adds to them.
+
+    Args:
+        embedding: Has the table `[V, D]` as its `weight`.
+        scale: The factor.
+
+    Raises:
+        DrafterMismatchError: It has no such table, or it is offloaded.
+    """
+
+    def __init__(self, embedding: nn.Module, scale: float) -> None:
+        super().__init__()
+        table = getattr(embedding, "weight", None)
+        if not isinstance(table, Tensor) or not table.is_floating_point() or table.is_meta:
+            raise DrafterMismatchError(
+                f"This block head reads rows of the embedding's table, which the target's {type(embedding).__name__} "
+                "does not have as a floating-point `weight` in memory.",
+                "Load the target without a quantised or offloaded embedding.",
+            )
+        self.embedding, self.scale, self.embedding_dim = embedding, scale, table.shape[-1]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings `[..., D]` of tokens `[...]`."""
+        return nn.functional.embedding(tokens, self.embedding.weight) * self.scale  # type: ignore[arg-type]
 
 
 class MarkovHead(nn.Module):
@@ -223,9 +254,16 @@ class DFlashHead(FeatureHead):
             self.config.aux_hidden_state_layer_ids = default_layers(depth, self.config.num_hidden_layers)
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `FeatureHead.check_sizes`; also sets `num_target_layers`."""
+        """See `FeatureHead.check_sizes`; also checks the mask token, and sets `num_target_layers`."""
         super().check_sizes(target_config)
+        check_block(self.config)
         self.config.num_target_layers = target_config.num_hidden_layers
+
+    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
+        """See `FeatureHead`; the rows of its table only, if the config has an `input_embedding_scale`."""
+        embedding, scale = super().embedding_for(model), self.config.input_embedding_scale
+        is_plain = scale is None or (scale == 1 and type(embedding) is nn.Embedding)
+        return embedding if is_plain else TableEmbedding(embedding, scale)
 
     def share_embedding(self, model: PreTrainedModel) -> None:
         """See `FeatureHead`; also drop the head's lm_head if it equals the target's, as in DeepSpec's files."""
@@ -303,7 +341,7 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError(f"`layer_types` has {SLIDING}, but `sliding_window` is not set.")
     if config.max_depth < 1:
         raise InvalidConfigError(f"A block of {config.block_size} slots drafts no tokens.", "Use at least two.")
-    if not 0 <= config.mask_token_id < config.vocab_size:
+    if config.vocab_size and not 0 <= config.mask_token_id < config.vocab_size:
         raise InvalidConfigError(
             f"`mask_token_id` {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
         )

@@ -162,12 +162,14 @@ EAGLE3: Mapping[str, Rule] = {
 
 DFLASH: Mapping[str, Rule] = {
     **{name: rule for name, rule in EAGLE.items() if name not in ("bias", "layernorms")},
+    "vocab_size": integer(0, MAX_VOCABULARY),
     "num_hidden_layers": integer(1, MAX_PARTS),
     "num_target_layers": integer(1, 2**16),
     "block_size": integer(1, MAX_STEPS),
     "mask_token_id": TOKEN,
     "aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
     "layer_types": list_of(one_of("full_attention", "sliding_attention"), MAX_PARTS),
+    "input_embedding_scale": number(1e-6, 1e6),
     "markov_rank": integer(0, MAX_WIDTH),
     "markov_head_type": one_of("vanilla", "gated", "rnn"),
     **dict.fromkeys(("bias", "causal", "sliding_causal", "window_from_anchor", "sample_from_anchor"), TRUTH),
