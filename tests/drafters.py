@@ -84,14 +84,20 @@ def random_block(model: Any, seed: int = 0, **fields: Any) -> DFlashHead:
     base = {"block_size": 5, "mask_token_id": zoo.VOCAB_SIZE - 1, "aux_hidden_state_layer_ids": [1, 2], "head_dim": 8}
     head = DFlashHead(DFlashConfig.for_target(model.config, **{**base, **fields}))
     with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in head.named_parameters():
+            if "_codebook" in name or "base_kernel" in name:
+                parameter.copy_(torch.randn_like(parameter))
+            elif parameter.dim() > 1:
                 parameter.mul_(10)
             else:
                 parameter.add_(0.5 * torch.rand_like(parameter))
     if head.config.draft_vocab_size:
         head.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values)
     return head
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 6}
+"""Convolutions and a candidate selector."""
 
 
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
@@ -189,6 +195,8 @@ ROWS: tuple[Row, ...] = (
     Row("dspark", "dspark", lambda model, _answers, seed: DFlashDrafter(
         random_block(model, seed, sample_from_anchor=True, causal=True, markov_rank=4, markov_head_type="rnn",
                      confidence_head=True, confidence_with_markov=True), confidence_threshold=0.3)),
+    Row("dflash2", "dflash2",
+        lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DFLASH2)), {"num_draft_tokens": 12}),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({
@@ -200,7 +208,9 @@ ROWS: tuple[Row, ...] = (
 
 BY_NAME = {row.name: row for row in ROWS}
 
-WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard"))
+WALKED = tuple(
+    row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "dflash2", "pard")
+)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""
 

@@ -366,7 +366,8 @@ def block_seen(config: Config, layer: int, start: int) -> Tensor:
     if config["model_type"] == "muse_glimmer_assistant":
         return behind.abs() <= window if slides else everything
     seen = behind.abs() < window if slides else everything
-    return seen & (behind >= 0) if nested.get("causal_head") or nested.get("causal") else seen
+    is_causal = nested.get("causal_head") or nested.get("causal") or (slides and "selector_rank" in nested)
+    return seen & (behind >= 0) if is_causal else seen
 
 
 def draft_block(example: Example, target: Target) -> list[Tensor]:
@@ -382,13 +383,20 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
     block = torch.full((1, size), nested.get("mask_token_id", config.get("mask_token_id")))
     block[0, 0] = anchor
     context = rms(linear(target.features, tensors, "fc"), tensors["hidden_norm.weight"], eps)
-    x = table[block]
+    x = table[block] * nested.get("input_embedding_scale", 1.0)
     for layer in range(count):
         name, seen = f"layers.{layer}.", block_seen(config, layer, start)
         y = rms(x, tensors[f"{name}input_layernorm.weight"], eps)
-        x = x + block_attention(y, context, tensors, f"{name}self_attn.", inner, seen)
-        x = x + mlp(rms(x, tensors[f"{name}post_attention_layernorm.weight"], eps), tensors, f"{name}mlp.")
+        y, kernel = convolved(y, tensors, f"{name}attention_conv")
+        y = block_attention(y, context, tensors, f"{name}self_attn.", inner, seen)
+        x = x + convolved(y, tensors, f"{name}attention_conv", kernel)[0]
+        y, kernel = convolved(
+            rms(x, tensors[f"{name}post_attention_layernorm.weight"], eps), tensors, f"{name}mlp_conv"
+        )
+        x = x + convolved(mlp(y, tensors, f"{name}mlp."), tensors, f"{name}mlp_conv", kernel)[0]
     hidden = rms(x, tensors["norm.weight"], eps)[0]
+    if "candidate_selector.hidden_projection.weight" in tensors:
+        return selected(tensors, config, hidden[0 if shifted else 1 :], rows, int(anchor))
     base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
     chain, sure = [], []
     for slot in range(size):
@@ -403,6 +411,41 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
         previous = logits.argmax() if ids is None else ids[logits.argmax()]
     first = 0 if shifted else 1
     return [in_order(base[first:], tensors), torch.stack(chain), torch.stack(sure) if sure else torch.zeros(0)]
+
+
+def convolved(x: Tensor, tensors: Tensors, name: str, kernel: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A convolution over a block `[1, B, H]`; `kernel [B, taps, H]`: that of the output, else of the input."""
+    if f"{name}.base_kernel" not in tensors:
+        return x, None
+    base = tensors[f"{name}.base_kernel"]
+    taps, slots = base.shape[1], x.shape[1]
+    after = kernel
+    if kernel is None:
+        change = linear(x, tensors, f"{name}.kernel_projection").reshape(slots, 2, taps, -1)
+        both = base + change.repeat_interleave(base.shape[2] // change.shape[3], dim=3)
+        kernel, after = both[:, 0], both[:, 1]
+    out = torch.zeros_like(x)
+    for slot in range(slots):
+        for tap in range(min(taps, slot + 1)):
+            out[:, slot] += kernel[slot, tap] * x[:, slot - tap]
+    return out, after
+
+
+def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anchor: int) -> list[Tensor]:
+    """Logits of a block, and the log-probabilities of the candidates along the greedy path, the best first."""
+    nested = config.get("dflash_config", config)
+    base = hidden @ rows.T * nested.get("output_multiplier", 1.0)
+    if bound := nested.get("final_logit_softcapping"):
+        base = (base / bound).tanh() * bound
+    name, chain, previous = "candidate_selector", list[Tensor](), anchor
+    books = [next(t for n, t in tensors.items() if n.startswith(f"{name}.{kind}")) for kind in ("predec", "succes")]
+    for slot, logits in enumerate(base):
+        unary, words = logits.topk(nested["selector_top_k"])
+        context = books[0][previous] * (tensors[f"{name}.hidden_projection.weight"] @ hidden[slot])
+        scores = (unary + books[1][words] @ context).log_softmax(0)
+        chain.append(scores.sort(descending=True).values)
+        previous = int(words[scores.argmax()])
+    return [base, torch.stack(chain), torch.zeros(0)]
 
 
 def markov(
@@ -674,6 +717,16 @@ def markov_shapes(kind: str, rows: int = V, sure: int = RANK) -> dict[str, tuple
     return shapes
 
 
+def dflash2_shapes(taps: int = 2, group: int = 8, weight: str = "") -> dict[str, tuple[int, ...]]:
+    """Tensors of DFlash2's convolutions in two layers, and of its candidate selector."""
+    shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (RANK, H)}
+    shapes |= {f"candidate_selector.{kind}_codebook{weight}": (V, RANK) for kind in ("predecessor", "successor")}
+    for part in (f"layers.{layer}.{kind}_conv" for layer in range(2) for kind in ("attention", "mlp")):
+        shapes |= {f"{part}.base_kernel": (2, taps, H), f"{part}.kernel_projection.weight": (2 * taps * H // group, H)}
+    return shapes
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
 FULL, SLIDES = "full_attention", "sliding_attention"
 SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": RANK}
 
@@ -706,7 +759,7 @@ def speculators_block_fields(kind: str, layer: Config, **fields: Any) -> Config:
     own = {"aux_hidden_state_layer_ids": [2, 18], "block_size": 4, "mask_token_id": V - 1, "draft_vocab_size": V,
            "sample_from_anchor": kind == "dspark", "sliding_window_non_causal": False, "target_hidden_size": None,
            "speculators_version": "0.9.0", "tie_word_embeddings": False}  # fmt: skip
-    names = {"dflash": "DFlash", "dspark": "DSpark"}
+    names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     made = {"architectures": [f"{names[kind]}DraftModel"], "auto_map": {"": f"config.{names[kind]}SpeculatorConfig"}}
     return {**speculators_fields(kind, layer, **own), **made, **fields}
 
@@ -745,6 +798,20 @@ def block_examples() -> dict[str, Example]:
         "jetspec, windows": Example(
             "jetspec", zlab_fields(FULL, SLIDES, window=4, nested={"causal_head": True}), random_tensors(two),
             draft_block),
+        "dflash2": Example(
+            "dflash2", zlab_fields(FULL, FULL, architectures=["DFlash2DraftModel"], nested=DFLASH2),
+            random_tensors({**two, **dflash2_shapes()}), draft_block),
+        "dflash2, windows, factors": Example(
+            "dflash2",
+            zlab_fields(SLIDES, FULL, window=4, nested={
+                **DFLASH2, "conv_kernel_size": 3, "conv_group_size": 16, "input_embedding_scale": 2.0,
+                "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+            random_tensors({**two, **dflash2_shapes(3, 16, ".weight")}), draft_block),
+        "speculators dflash2": Example(
+            "speculators-dflash2",
+            speculators_block_fields("dflash2", block_fields(SLIDES, FULL, window=4), **DFLASH2,
+                                     sliding_window_non_causal=True),
+            random_tensors({**two, **dflash2_shapes()}), draft_block),
         "muse-glimmer": Example(
             "muse-glimmer",
             {name: value for name, value in block_fields(

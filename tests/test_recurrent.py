@@ -567,7 +567,19 @@ def test_functions_are_as_before_after_an_error(error: type[BaseException], atta
 
 # ----------------------------------------------------------------------------------------------- drafters and others
 
-METHODS = ("early_exit", "draft_model", "dflash", "dspark", "eagle3", "medusa", "pard", "mtp", "hybrid", "lookahead")
+METHODS = (
+    "early_exit",
+    "draft_model",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "eagle3",
+    "medusa",
+    "pard",
+    "mtp",
+    "hybrid",
+    "lookahead",
+)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)])

@@ -128,12 +128,11 @@ def target_name(fields: Fields) -> Any:
 
 # ----------------------------------------------------------------------------------------------- kinds not read
 
-SPECULATORS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+SPECULATORS = ("eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
 """Values of `speculators_model_type` that are read."""
 
 UNREAD_SPECULATORS = {
     "peagle": "a P-EAGLE head (speculators)",
-    "dflash2": "a DFlash2 drafter (speculators)",
     "xpress": "an XPress drafter (speculators)",
     "mlp": "an MLP speculator (speculators)",
     "independent": "an independent draft model (speculators)",
@@ -156,8 +155,6 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     projector = lookup(fields, "dflash_config.projector_type")
     if projector == "domino" or any("prefix_gru." in name for name in names):
         return "a Domino drafter, whose recurrent network reads the tokens chosen so far"
-    if any("_conv.base_kernel" in name or name.startswith("candidate_selector.") for name in names):
-        return "a DFlash2 drafter, whose layers have convolutions over the block and which selects candidates itself"
     is_block = names & {"hidden_norm.weight", "model.hidden_norm.weight"}
     if is_block and any(name.endswith("mix_l") or "readout" in name for name in names):
         return "an XPress drafter, which refines the block's logits in several passes"

@@ -4,7 +4,8 @@ Sources: DFlash (https://github.com/z-lab/dflash) for the block, JetSpec (https:
 trees from one block, DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads.
 
 Every depth of a block has one distribution, which a Markov head may correct. Without one, all nodes of a depth have
-the same children (`trees/product.py`). With one, the children of a node get the logits of their depth plus the
+the same children, unless a head scores pairs of candidates (DFlash2): then they have the same candidates, with other
+probabilities. With a Markov head, the children of a node get the logits of their depth plus the
 correction for the node's token, so branches depend on their path. The correction costs one product of size rank x
 draft vocabulary per node with children.
 """
@@ -33,6 +34,7 @@ from hf_specdec.trees.growth import (
     Level,
     StaticLevels,
     TreeShape,
+    best_children,
     children_of_likeliest,
     grow,
     growable,
@@ -95,6 +97,12 @@ class DFlashDrafter(LayerDrafter):
                 f"A block of {self.head.config.block_size} slots drafts at most {deepest} tokens, got "
                 f"num_steps={limits.budget.num_steps}.",
                 f"Set num_steps to {deepest} or less.",
+            )
+        if 0 < self.head.config.num_candidates < limits.budget.top_k:
+            raise InvalidConfigError(
+                f"This head has {self.head.config.num_candidates} candidates per depth, got top_k="
+                f"{limits.budget.top_k}.",
+                "Set top_k to that or less.",
             )
         return limits
 
@@ -175,6 +183,17 @@ class BlockOutputs:
         """Logits `[B, D, Vd]` of each depth, without corrections."""
         return self.stages.score(self.hidden)
 
+    @cached_property
+    def lattice(self) -> tuple[Tensor, Tensor]:
+        """The candidates `[B, D, C]` of each depth, and their log-probabilities `[B, D, C, C]` after each one above.
+
+        At depth 0, all rows are those after the root.
+        """
+        log_probs, candidates = best_children(self.logits, self.head.config.num_candidates)
+        roots = self.roots.to(candidates.device)
+        scores = self.head.candidate_selector(roots, candidates, log_probs, self.hidden)
+        return candidates, scores.log_softmax(-1, dtype=torch.float32).clamp(max=0)
+
     @property
     def packed_markov(self) -> PackedMarkov | None:
         """The Markov head's weights for the CPU kernel; None if it cannot grow the tree."""
@@ -188,7 +207,16 @@ class BlockOutputs:
 
         `state` `[B, K, r]` is the Markov head's before these tokens; unused without such a head.
         """
-        logits, count, device = self.logits[:, depth, None], tokens.shape[1], self.roots.device
+        count, device = tokens.shape[1], self.roots.device
+        if self.head.config.num_candidates:
+            candidates, log_probs = self.lattice
+            above = candidates[:, max(depth - 1, 0), None] == tokens.to(candidates.device)[:, :, None]
+            rows = log_probs[:, depth].gather(1, above.int().argmax(-1, keepdim=True).expand(-1, -1, above.shape[-1]))
+            values, index = rows.topk(top_k, dim=-1)
+            return Level(
+                state, values.to(device), candidates[:, depth, None].expand_as(rows).gather(-1, index).to(device)
+            )
+        logits = self.logits[:, depth, None]
         if self.head.config.markov_rank:
             hidden = self.hidden[:, depth, None].expand(-1, count, -1)
             numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
@@ -236,7 +264,8 @@ def grow_block(outputs: BlockOutputs, shape: TreeShape, confidence_threshold: fl
 
 def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
     roots, top_k, head = outputs.roots, shape.top_k, outputs.head
-    if isinstance(shape, Budget) and not head.config.markov_rank:
+    pairs = bool(head.config.num_candidates)
+    if isinstance(shape, Budget) and not (head.config.markov_rank or pairs):
         best = scored(outputs.hidden, outputs.logits, top_k, outputs.head.hot_token_ids)
         rule = children_of_likeliest if head.config.all_children else likeliest_nodes
         return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
@@ -254,4 +283,7 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         return outputs.children(tokens, above.features.gather(1, index), depth, top_k)
 
     root = outputs.children(roots[:, None], outputs.start(), 0, top_k)
-    return grow(roots, root, expand, shape)
+    # pairs are scored already, so all nodes that could be kept are expanded, as if children did not depend on them
+    return grow(
+        roots, root, expand, shape, expanded=shape.num_nodes - 1 if pairs and isinstance(shape, Budget) else None
+    )

@@ -1,13 +1,14 @@
 """Block heads: one forward drafts a whole block of tokens, from mask tokens in place of those to predict.
 
-Sources: DFlash (https://github.com/z-lab/dflash); JetSpec (https://github.com/hao-ai-lab/JetSpec) for causal blocks;
-DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads; speculators
+Sources: DFlash and DFlash2 (https://github.com/z-lab/dflash); JetSpec (https://github.com/hao-ai-lab/JetSpec) for
+causal blocks; DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads; speculators
 (https://github.com/vllm-project/speculators) for draft vocabularies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +53,12 @@ class DFlashConfig(EagleConfig):
         own_lm_head: Whether the head has its own lm_head; otherwise it uses the target's.
         input_embedding_scale: Factor of the rows of the embedding's table, which are then read without what the
             embedding itself adds (a norm, a factor); None for the embedding as it is.
+        logit_multiplier: Factor of the logits.
+        logit_softcap: Bound c of the logits x after this factor, which become `c tanh(x / c)`; None for no bound.
+        conv_kernel_size: Slots that the convolutions in each layer read, the own one included; 0 for none (DFlash2).
+        conv_group_size: Numbers of a hidden state whose kernels depend on the slot in the same way.
+        selector_rank: Rank of the candidate selector; 0 for none (DFlash2).
+        selector_top_k: Candidates per depth whose pairs the selector scores.
         all_children: Whether trees get all `top_k` children of each expanded node, as JetSpec's do, rather than the
             likeliest nodes.
         num_hidden_layers: Number of layers.
@@ -79,6 +86,12 @@ class DFlashConfig(EagleConfig):
     confidence_with_markov: bool = False
     own_lm_head: bool = False
     input_embedding_scale: float | None = None
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     all_children: bool = False
     num_target_layers: int | None = None
 
@@ -86,6 +99,11 @@ class DFlashConfig(EagleConfig):
     def max_depth(self) -> int:
         """Number of tokens that a block of the trained size drafts."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of candidates per depth whose pairs are scored; 0: children do not depend on such pairs."""
+        return self.selector_top_k
 
 
 def default_layers(depth: int, num_draft_layers: int) -> list[int]:
@@ -182,6 +200,85 @@ class MarkovHead(nn.Module):
         return correction, state
 
 
+class BlockConvolution(nn.Module):
+    """Causal convolutions along a block, before and after a part of a layer; the kernels depend on the slot (DFlash2).
+
+    Slot t becomes the sum over taps j of `(base[j] + change[t, j]) * x[t - j]`; a block has nothing before its first
+    slot. One projection of the part's input gives the changes of both kernels, one number per group.
+
+    Args:
+        config: Provides `hidden_size` D, `conv_kernel_size` and `conv_group_size`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.taps, self.group_size = config.conv_kernel_size, config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, config.hidden_size))
+        self.base_kernel.data[:, 0] = 1.0
+        count = 2 * self.taps * config.hidden_size // self.group_size
+        self.kernel_projection = nn.Linear(config.hidden_size, count, bias=False)
+
+    def forward(self, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the convolved output of `part`, given its input `[B, T, D]` before the convolution."""
+        changes = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))[..., None]
+        kernels = self.base_kernel + changes.expand(*changes.shape[:-1], self.group_size).flatten(-2)
+        before, after = kernels.unbind(-3)
+        return self._convolved(part(self._convolved(hidden, before)), after)
+
+    def _convolved(self, hidden: Tensor, kernels: Tensor) -> Tensor:
+        """Convolve `[B, T, D]` with kernels `[B, T, taps, D]`."""
+        padded = nn.functional.pad(hidden, (0, 0, self.taps - 1, 0))
+        shifted = [padded[:, self.taps - 1 - tap :][:, : hidden.shape[1]] for tap in range(self.taps)]
+        return (kernels * torch.stack(shifted, dim=-2)).sum(-2)
+
+
+class ConvolvedLayer(EagleLayer):
+    """A layer with convolutions around attention and MLP (DFlash2)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config, norm_input=True)
+        self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """See `EagleLayer`; the slots `[B, T, D]` are those of one block."""
+        attention = partial(self.self_attn, rotary=rotary, attend=attend)
+        hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attention)
+        return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of candidates after each candidate of the depth above (DFlash2).
+
+    `score(p, c) = unary(c) + <pred[p] * (W h), succ[c]>` at a depth whose slot has the output h. Tensor names are
+    z-lab's. SGLang and vLLM follow one path through these scores; here a tree is grown over them.
+
+    Args:
+        config: Provides `vocab_size` V, `hidden_size` D and `selector_rank` r.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(
+            torch.empty(config.vocab_size, config.selector_rank).normal_(std=0.02)
+        )
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank).normal_(std=0.02))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, roots: Tensor, candidates: Tensor, unary: Tensor, hidden: Tensor) -> Tensor:
+        """Return scores `[B, S, C, C]` of each depth's candidates (last) after each of those above.
+
+        At the first depth, all rows are those after the root.
+
+        Args:
+            roots: `[B]` root tokens.
+            candidates, unary: `[B, S, C]` tokens at S depths, and their scores up to a constant per depth.
+            hidden: `[B, S, D]` the block's outputs that predict them.
+        """
+        above = torch.cat([roots[:, None, None].expand_as(candidates[:, :1]), candidates[:, :-1]], dim=1)
+        contexts = self.predecessor_codebook[above] * self.hidden_projection(hidden)[:, :, None]
+        return unary[:, :, None] + contexts @ self.successor_codebook[candidates].transpose(-1, -2)
+
+
 class ConfidenceHead(nn.Module):
     """Logit of the probability that a drafted token is accepted if all tokens before it are.
 
@@ -212,7 +309,7 @@ class DFlashHead(FeatureHead):
 
     method = "dflash"
     config_class = DFlashConfig
-    _no_split_modules = ("EagleLayer",)
+    _no_split_modules = ("EagleLayer", "ConvolvedLayer")
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -221,13 +318,16 @@ class DFlashHead(FeatureHead):
         count = len(config.aux_hidden_state_layer_ids or range(config.num_hidden_layers))
         self.fc = nn.Linear(count * size, size, bias=config.bias)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        self.layers = nn.ModuleList(EagleLayer(config, norm_input=True) for _ in range(config.num_hidden_layers))
+        layer = ConvolvedLayer if config.conv_kernel_size else partial(EagleLayer, norm_input=True)
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(size, eps)
         self.shares_lm_head = not config.own_lm_head
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(config)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(size + config.confidence_with_markov * config.markov_rank)
         self._add_common_parts()
@@ -304,6 +404,15 @@ class DFlashHead(FeatureHead):
         """
         return self(token_embeddings, position_ids, attend_over(cache, masks))
 
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """See `FeatureHead.score`; with the config's multiplier and bound of the logits."""
+        logits, config = super().score(hidden, lm_head), self.config
+        if config.logit_multiplier != 1:
+            logits = logits * config.logit_multiplier
+        return (
+            logits if config.logit_softcap is None else config.logit_softcap * (logits / config.logit_softcap).tanh()
+        )
+
     def start_state(self, roots: Tensor, first: Tensor) -> Tensor:
         """Return the Markov head's state `[..., r]` before the roots `[...]`, whose slots' outputs are `first`.
 
@@ -345,6 +454,17 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError(
             f"`mask_token_id` {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
         )
+    for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+        if bool(getattr(config, one)) != bool(getattr(config, other)):
+            raise InvalidConfigError(f"`{one}` and `{other}` must both be set, or neither.")
+    if config.conv_group_size and config.hidden_size % config.conv_group_size:
+        raise InvalidConfigError(
+            f"`conv_group_size` {config.conv_group_size} must divide `hidden_size` {config.hidden_size}."
+        )
+    if config.num_candidates and (config.markov_rank or config.draft_vocab_size):
+        raise InvalidConfigError("Heads that score pairs of candidates have no Markov head and no draft vocabulary.")
+    if config.vocab_size and config.num_candidates > config.vocab_size:
+        raise InvalidConfigError(f"{config.num_candidates} candidates exceed {config.vocab_size} tokens.")
     if config.markov_head_type not in MARKOV_TYPES:
         raise InvalidConfigError(f"`markov_head_type` must be one of {MARKOV_TYPES}, got {config.markov_head_type!r}.")
     if config.confidence_with_markov and not (config.confidence_head and config.markov_rank):
