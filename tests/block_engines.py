@@ -52,7 +52,9 @@ class Block:
         count = features.shape[1]
         positions = torch.tensor([places or range(self._next, self._next + count)])
         self._next = int(positions[0, -1]) + 1
-        for layer, states in enumerate(self.head.context_states(self.head.fuse(features), positions)):
+        fused = self.head.fuse(features)
+        self._context = fused[:, -1]
+        for layer, states in enumerate(self.head.context_states(fused, positions)):
             self._cache.update(*states, layer)
         self._length += count
         self._cache.commit([range(count)])
@@ -75,11 +77,16 @@ class Block:
                 seen = self._length + torch.arange(size)[:, None] - torch.arange(self._length) < window
                 block = block & (distance.abs() < window)
             masks.append(torch.cat([seen, block], dim=-1)[None, None])
-        embedding = self.head.embed_tokens if config.own_embedding else self._embedding
-        embedded = embedding(tokens) * (config.input_embedding_scale or 1.0)
-        slots = self.head.read(embedded, positions, self._cache, masks)
+
+        def embed(tokens: Tensor) -> Tensor:
+            embedding = self.head.embed_tokens if config.own_embedding else self._embedding
+            embedded: Tensor = embedding(tokens) * (config.input_embedding_scale or 1.0)
+            return embedded
+
+        slots = self.head.read(embed(tokens), positions, self._cache, masks)
         self._cache.rollback()
-        return BlockOutputs(self.head, stages_of(self.head, self._lm_head), torch.tensor([root]), slots)
+        stages = stages_of(self.head, self._lm_head)
+        return BlockOutputs(self.head, stages, torch.tensor([root]), slots, embed, self._context)
 
 
 def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -85,10 +85,10 @@ def random_block(model: Any, seed: int = 0, **fields: Any) -> DFlashHead:
     head = DFlashHead(DFlashConfig.for_target(model.config, **{**base, **fields}))
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if "_codebook" in name or "base_kernel" in name:
+            if any(part in name for part in ("_codebook", "base_kernel", "_embedding", "slot_bias")):
                 parameter.copy_(torch.randn_like(parameter))
             elif parameter.dim() > 1:
-                parameter.mul_(10)
+                parameter.mul_(4 if name.startswith("lilicorr") else 10)
             else:
                 parameter.add_(0.5 * torch.rand_like(parameter))
     if head.config.draft_vocab_size:
@@ -98,6 +98,9 @@ def random_block(model: Any, seed: int = 0, **fields: Any) -> DFlashHead:
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 6}
 """Convolutions and a candidate selector."""
+LILICORR = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2,
+            "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_logit_scale": 6.0}  # fmt: skip
+"""A small transformer over the candidates."""
 
 
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
@@ -197,6 +200,8 @@ ROWS: tuple[Row, ...] = (
                      confidence_head=True, confidence_with_markov=True), confidence_threshold=0.3)),
     Row("dflash2", "dflash2",
         lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DFLASH2)), {"num_draft_tokens": 12}),
+    Row("lilicorr", "lilicorr",
+        lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **LILICORR)), {"num_draft_tokens": 12}),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({
@@ -209,7 +214,9 @@ ROWS: tuple[Row, ...] = (
 BY_NAME = {row.name: row for row in ROWS}
 
 WALKED = tuple(
-    row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "dflash2", "pard")
+    row
+    for row in ROWS
+    if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "dflash2", "lilicorr", "pard")
 )
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""

@@ -397,6 +397,8 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
     hidden = rms(x, tensors["norm.weight"], eps)[0]
     if "candidate_selector.hidden_projection.weight" in tensors:
         return selected(tensors, config, hidden[0 if shifted else 1 :], rows, int(anchor))
+    if "lilicorr.slot_embedding" in tensors:
+        return correlated(tensors, config, hidden[1:], rows, table, context[0, -1])
     base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
     chain, sure = [], []
     for slot in range(size):
@@ -445,6 +447,61 @@ def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anc
         scores = (unary + books[1][words] @ context).log_softmax(0)
         chain.append(scores.sort(descending=True).values)
         previous = int(words[scores.argmax()])
+    return [base, torch.stack(chain), torch.zeros(0)]
+
+
+def correlated(
+    tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, table: Tensor, context: Tensor
+) -> list[Tensor]:
+    """As `selected`, by LiLiCorr's transformer over the candidates."""
+    nested, eps = config["dflash_config"], config["rms_norm_eps"]
+    tensors = {name.removeprefix("lilicorr."): tensor for name, tensor in tensors.items()}
+    base = hidden @ rows.T
+    count, heads, block = nested["lilicorr_candidate_topk"], nested["lilicorr_num_heads"], config["block_size"]
+    probs, words = base.log_softmax(-1).topk(count)
+    states, slots = [], []
+
+    def updown(x: Tensor, name: str) -> Tensor:
+        return linear(torch.nn.functional.silu(linear(x, tensors, f"{name}.up_proj")), tensors, f"{name}.down_proj")
+
+    for slot in range(len(base)):
+        for rank in range(count):
+            p = probs[slot, rank]
+            known = torch.stack([p, p.exp(), p - probs[slot].max(), torch.tensor(rank / (count - 1)),
+                                 torch.tensor(float(rank == 0))])  # fmt: skip
+            known = (known - known.mean()) / (known.var(unbiased=False) + 1e-5).sqrt()
+            known = known * tensors["feature_norm.weight"] + tensors["feature_norm.bias"]
+            token = table[words[slot, rank]]
+            state = linear(token, tensors, "token_proj") if "token_proj.weight" in tensors else token
+            state = state + linear(hidden[slot], tensors, "pass_hidden_proj") + updown(known, "feature_mlp")
+            states.append(state + tensors["slot_embedding"][0, 0, slot, 0] + tensors["rank_embedding"][0, 0, 0, rank])
+            slots.append(slot)
+    x, place = torch.stack(states), torch.tensor(slots)
+    behind = place[:, None] - place
+    bias = tensors["relative_slot_bias"][:, behind + block - 1] + tensors["same_slot_bias"][:, None, None] * (
+        behind == 0
+    )
+    for layer in (f"layers.{number}" for number in range(nested["lilicorr_num_layers"])):
+        y = rms(x, tensors[f"{layer}.attn_norm.weight"], eps)
+        y = y @ tensors[f"{layer}.attn.in_proj_weight"].T + tensors[f"{layer}.attn.in_proj_bias"]
+        q, k, v = (part.reshape(len(x), heads, -1).transpose(0, 1) for part in y.chunk(3, -1))
+        y = ((q @ k.transpose(1, 2)) / math.sqrt(q.shape[-1]) + bias).softmax(-1) @ v
+        x = x + linear(y.transpose(0, 1).reshape(len(x), -1), tensors, f"{layer}.attn.out_proj")
+        x = x + updown(rms(x, tensors[f"{layer}.mlp_norm.weight"], eps), f"{layer}.mlp")
+    x = rms(x, tensors["output_norm.weight"], eps)
+    root = rms(linear(context, tensors, "context_proj"), tensors["anchor_norm.weight"], eps)
+    mixed = torch.cat([x, root.expand_as(x), x * root], -1)
+    mixed = torch.nn.functional.silu(linear(mixed, tensors, "factor_input_proj")).reshape(len(base), count, -1)
+
+    def unit(y: Tensor) -> Tensor:
+        return y / y.norm(dim=-1, keepdim=True).clamp(min=nested["lilicorr_vector_eps"])
+
+    inwards, outwards = (unit(linear(mixed, tensors, f"{name}_head")) for name in ("in", "out"))
+    at, chain = unit(linear(root, tensors, "anchor_out_head")), []
+    for slot in range(len(base)):
+        scores = (nested["lilicorr_logit_scale"] * inwards[slot] @ at).log_softmax(0)
+        chain.append(scores.sort(descending=True).values)
+        at = outwards[slot, scores.argmax()]
     return [base, torch.stack(chain), torch.zeros(0)]
 
 
@@ -726,6 +783,32 @@ def dflash2_shapes(taps: int = 2, group: int = 8, weight: str = "") -> dict[str,
     return shapes
 
 
+def lilicorr_shapes(size: int, block: int = 5, count: int = 4, heads: int = 2) -> dict[str, tuple[int, ...]]:
+    """Tensors of LiLiCorr's transformer, of one layer."""
+
+    def updown(name: str, outer: int, inner: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.up_proj.weight": (inner, outer), f"{name}.up_proj.bias": (inner,),
+                f"{name}.down_proj.weight": (size, inner), f"{name}.down_proj.bias": (size,)}  # fmt: skip
+
+    linears = {"pass_hidden_proj": (size, H), "context_proj": (size, H), "layers.0.attn.out_proj": (size, size),
+               "factor_input_proj": (size, 3 * size), "out_head": (6, size), "in_head": (6, size),
+               "anchor_out_head": (6, size), **({} if size == H else {"token_proj": (size, H)})}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, block - 1, 1, size),
+        "rank_embedding": (1, 1, 1, count, size), "relative_slot_bias": (heads, 2 * block - 1),
+        "same_slot_bias": (heads,), "layers.0.attn_norm.weight": (size,), "layers.0.mlp_norm.weight": (size,),
+        "layers.0.attn.in_proj_weight": (3 * size, size), "layers.0.attn.in_proj_bias": (3 * size,),
+        "output_norm.weight": (size,), "anchor_norm.weight": (size,),
+        **updown("feature_mlp", 5, size), **updown("layers.0.mlp", size, 2 * size),
+        **{f"{name}.weight": shape for name, shape in linears.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in linears.items()},
+    }  # fmt: skip
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
+
+
+LILICORR = {"lilicorr_enabled": True, "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16,
+            "lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6,
+            "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 7.0}  # fmt: skip
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
 FULL, SLIDES = "full_attention", "sliding_attention"
 SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": RANK}
@@ -807,6 +890,15 @@ def block_examples() -> dict[str, Example]:
                 **DFLASH2, "conv_kernel_size": 3, "conv_group_size": 16, "input_embedding_scale": 2.0,
                 "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
             random_tensors({**two, **dflash2_shapes(3, 16, ".weight")}), draft_block),
+        "lilicorr": Example(
+            "lilicorr", zlab_fields(FULL, FULL, architectures=["LiLiCorrDraftModel"], nested=LILICORR),
+            random_tensors({**two, **lilicorr_shapes(16)}), draft_block),
+        "lilicorr, with convolutions": Example(
+            "lilicorr",
+            zlab_fields(FULL, FULL, nested={**LILICORR, "lilicorr_hidden_size": 0, "conv_kernel_size": 2,
+                                            "conv_group_size": 8}),
+            random_tensors({**two, **lilicorr_shapes(H),
+                            **{n: s for n, s in dflash2_shapes().items() if "_conv." in n}}), draft_block),
         "speculators dflash2": Example(
             "speculators-dflash2",
             speculators_block_fields("dflash2", block_fields(SLIDES, FULL, window=4), **DFLASH2,

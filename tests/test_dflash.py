@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import DFLASH2, random_block
+from drafters import DFLASH2, LILICORR, random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rnn": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn", **SLIDING},
     "rnn behind the root": {"markov_rank": 4, "markov_head_type": "rnn"},
     "dflash2": {**DFLASH2, **SLIDING, "sliding_causal": True},
+    "lilicorr": {**LILICORR, **DFLASH2, "selector_rank": 0, "selector_top_k": 0, "causal": True},
     "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
                   "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
 }  # fmt: skip
@@ -167,7 +168,7 @@ def test_children_depend_on_the_path_only_with_a_markov_head(small: Any) -> None
         assert len(found) == 1 or differ
 
 
-@pytest.mark.parametrize("variant", ["dflash2"])
+@pytest.mark.parametrize("variant", ["dflash2", "lilicorr"])
 def test_pairs_of_candidates_give_the_likeliest_tree_of_all(small: Any, variant: str) -> None:
     """Of all paths through the candidates, those with the greatest product of probabilities after the one above."""
     head = random_block(small, 2, **VARIANTS[variant])
@@ -300,7 +301,7 @@ def test_thresholds_that_are_refused(small: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------ answers
 
-HEADS = ["dflash", "jetspec", "window", "rnn", "dflash2", "own parts"]
+HEADS = ["dflash", "jetspec", "window", "rnn", "dflash2", "lilicorr", "own parts"]
 
 
 @pytest.mark.parametrize("variant", HEADS)
@@ -386,6 +387,8 @@ def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -
         ({"layer_types": ["chunked_attention"] * 2}, "each one of 'full_attention', 'sliding_attention'"),
         ({"mask_token_id": 96}, "outside the vocabulary of 96"),
         ({"markov_rank": 2, "markov_head_type": "lstm"}, "`markov_head_type` must be one of"),
+        ({**LILICORR, "lilicorr_num_heads": 3}, "must divide the hidden size 16"),
+        ({**LILICORR, **DFLASH2}, "not both"),
         ({"selector_rank": 2, "selector_top_k": 2, "markov_rank": 2}, "have no Markov head"),
         ({"confidence_with_markov": True, "confidence_head": True}, "needs `confidence_head` and a `markov_rank`"),
         ({"confidence_with_markov": True, "markov_rank": 2}, "needs `confidence_head` and a `markov_rank`"),
@@ -445,6 +448,7 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
         ("causal window", "traced"),
         ("own parts", "traced"),
         ("dflash2", "traced"),
+        ("lilicorr", "traced"),
         pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
     ],
 )

@@ -1,4 +1,4 @@
-"""The published layouts of block heads (DFlash, DFlash2, JetSpec, DSpark), both ways.
+"""The published layouts of block heads (DFlash, DFlash2, LiLiCorr, JetSpec, DSpark), both ways.
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for
@@ -34,7 +34,7 @@ BLOCK_TENSORS = (
     r"fc\.(weight|bias)|(hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|confidence_head\.proj\.(weight|bias)|"
     r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))|"
     r"layers\.\d{1,4}\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)|"
-    r"candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)"
+    r"candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)|lilicorr\.[\w.]{1,99}"
 )
 """Names of the tensors of block heads; others are those of relatives that are not read."""
 
@@ -63,7 +63,7 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
     settings = {**layer_fields(layout, fields, shapes, windows=False), **known}
     if not layout.layer_config and fields.get("vocab_size") is None:
         settings["vocab_size"] = 0
-    for name in ("block_size", "mask_token_id"):
+    for name in ("block_size", "mask_token_id", *(LILICORR if layout.name == _LILICORR.name else ())):
         if name not in settings:
             raise CheckpointFormatError(f"its config has no `{name}`.")
     layer = fields[layout.layer_config] if layout.layer_config else fields
@@ -320,6 +320,9 @@ FACTORS = {"input_embedding_scale": "input_embedding_scale", "logit_multiplier":
            "logit_softcap": "final_logit_softcapping"}  # fmt: skip
 """Factors of embeddings and logits: our field, z-lab's."""
 CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
+LILICORR = tuple(f"lilicorr_{name}" for name in (
+    "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim", "vector_eps", "logit_scale",
+))  # fmt: skip
 
 _ZLAB = Layout(
     name="dflash",
@@ -372,6 +375,17 @@ _DFLASH2 = replace(
     expected={**_ZLAB.expected, "use_gemma_norm": False, "rope_is_neox_style": True},
     format="",
     is_strict=True,
+)
+_LILICORR = replace(
+    _DFLASH2,
+    name="lilicorr",
+    writers="LiLiCorr (for SGLang)",
+    marks={"dflash_config.lilicorr_candidate_topk": ...},
+    fields={
+        **{ours: path for ours, path in _DFLASH2.fields.items() if not ours.startswith("selector_")},
+        **{name: f"dflash_config.{name}" for name in LILICORR},
+    },
+    expected={**_DFLASH2.expected, "dflash_config.lilicorr_enabled": True},
 )
 _MUSE_GLIMMER = Layout(
     name="muse-glimmer",
@@ -439,7 +453,7 @@ _SPECULATORS_DFLASH2 = replace(
 )  # fmt: skip
 
 BLOCK_LAYOUTS = (
-    _SPECULATORS_DFLASH, _SPECULATORS_DFLASH2, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _DFLASH2, _JETSPEC,
-    _ZLAB,
+    _SPECULATORS_DFLASH, _SPECULATORS_DFLASH2, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _LILICORR, _DFLASH2,
+    _JETSPEC, _ZLAB,
 )  # fmt: skip
 """All layouts of block heads; the first that matches is used."""

@@ -12,6 +12,7 @@ draft vocabulary per node with children.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -127,26 +128,35 @@ class BlockFunctions(HeadFunctions):
         The outputs of a causal block do not depend on later slots.
         """
         config = self.head.config
-        depth = min(budget.num_steps, largest.num_steps) if config.causal else largest.num_steps
+        ends = config.causal and not config.lilicorr_candidate_topk  # LiLiCorr's transformer is not causal
+        depth = min(budget.num_steps, largest.num_steps) if ends else largest.num_steps
         return DraftPlan(reachable(budget) if levels is None else levels, depth + (not config.sample_from_anchor))
 
     def read_prompt(self, prompt: Entries, padding: PromptPadding | None, cache: TreeCache) -> Tensor:
         """See `HeadFunctions`."""
         positions = torch.arange(prompt.path.shape[1], dtype=torch.long, device=prompt.path.device)
         positions = positions.expand(prompt.path.shape) if padding is None else token_positions(padding)
-        return self._append(prompt.features, positions, cache)
+        self._append(prompt.features, positions, cache)
+        return self._last(prompt.features[:, -1:])
 
     def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """See `HeadFunctions`; block heads read no tokens, and a draft needs no output of the last entry."""
+        """See `HeadFunctions`; block heads read no tokens, and only LiLiCorr's need the last entry's context."""
         positions = committed.first_positions + (valid.cumsum(-1) - 1).clamp(min=0)
-        return self._append(features, positions, committed.slots.cache(0, features.shape[1]))
+        self._append(features, positions, committed.slots.cache(0, features.shape[1]))
+        last = torch.where(valid, torch.arange(valid.shape[1], device=valid.device), 0).amax(-1)[:, None, None]
+        return self._last(features.gather(1, last.expand(-1, -1, features.shape[-1]).to(features.device)))
 
-    def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         device = self.head.device
         states = self.stages.fuse(features.to(device, self.head.dtype), positions.to(device))
         for layer in range(len(states) // 2):
             cache.update(states[2 * layer], states[2 * layer + 1], layer)
-        return features[:, :1, :0]
+
+    def _last(self, features: Tensor) -> Tensor:
+        """Return the context `[B, 1, D]` of entries with these features if the head needs it, else `[B, 1, 0]`."""
+        if not self.head.config.lilicorr_candidate_topk:
+            return features[:, :, :0]
+        return self.head.fuse(features.to(self.head.device, self.head.dtype)).to(features.device)
 
     def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
         """See `HeadFunctions`."""
@@ -161,7 +171,8 @@ class BlockFunctions(HeadFunctions):
             committed.slots.cache(0, size),
             [masks[window] for window in head.layer_windows],
         )
-        return grow_block(BlockOutputs(head, self.stages, roots, outputs), plan.shape, self.threshold)
+        block = BlockOutputs(head, self.stages, roots, outputs, self.embedding, last[:, 0])
+        return grow_block(block, plan.shape, self.threshold)
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,8 @@ class BlockOutputs:
     stages: Stages
     roots: Tensor  # [B]
     slots: Tensor  # [B, S, Dh] outputs of the block, on the head's device; the tree is grown on that of the roots
+    embedding: Callable[[Tensor], Tensor]  # of tokens, as in the block
+    context: Tensor  # [B, Dh] of the token before the root; [B, 0] if the head does not need it
 
     @property
     def hidden(self) -> Tensor:
@@ -190,8 +203,12 @@ class BlockOutputs:
         At depth 0, all rows are those after the root.
         """
         log_probs, candidates = best_children(self.logits, self.head.config.num_candidates)
-        roots = self.roots.to(candidates.device)
-        scores = self.head.candidate_selector(roots, candidates, log_probs, self.hidden)
+        if self.head.config.selector_rank:
+            roots = self.roots.to(candidates.device)
+            scores = self.head.candidate_selector(roots, candidates, log_probs, self.hidden)
+        else:
+            embeddings = self.embedding(candidates.to(self.roots.device)).to(self.hidden)
+            scores = self.head.lilicorr(embeddings, log_probs, self.hidden, self.context.to(self.hidden))
         return candidates, scores.log_softmax(-1, dtype=torch.float32).clamp(max=0)
 
     @property

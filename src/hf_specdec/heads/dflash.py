@@ -59,6 +59,12 @@ class DFlashConfig(EagleConfig):
         conv_group_size: Numbers of a hidden state whose kernels depend on the slot in the same way.
         selector_rank: Rank of the candidate selector; 0 for none (DFlash2).
         selector_top_k: Candidates per depth whose pairs the selector scores.
+        lilicorr_candidate_topk: Candidates per depth whose pairs a small transformer scores; 0 for none (LiLiCorr).
+        lilicorr_hidden_size: Its hidden size; 0 for that of the head.
+        lilicorr_num_layers, lilicorr_num_heads, lilicorr_mlp_ratio: Its layers, their attention heads, and the width
+            of their MLPs as a multiple of its hidden size.
+        lilicorr_factor_dim, lilicorr_vector_eps, lilicorr_logit_scale: Size of the vectors whose cosines are the
+            scores, the smallest length that they are divided by, and the factor of the scores.
         all_children: Whether trees get all `top_k` children of each expanded node, as JetSpec's do, rather than the
             likeliest nodes.
         num_hidden_layers: Number of layers.
@@ -92,6 +98,14 @@ class DFlashConfig(EagleConfig):
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    lilicorr_candidate_topk: int = 0
+    lilicorr_hidden_size: int = 0
+    lilicorr_num_layers: int = 2
+    lilicorr_num_heads: int = 4
+    lilicorr_mlp_ratio: float = 4.0
+    lilicorr_factor_dim: int = 64
+    lilicorr_vector_eps: float = 1e-6
+    lilicorr_logit_scale: float = 1.0
     all_children: bool = False
     num_target_layers: int | None = None
 
@@ -103,7 +117,7 @@ class DFlashConfig(EagleConfig):
     @property
     def num_candidates(self) -> int:
         """Number of candidates per depth whose pairs are scored; 0: children do not depend on such pairs."""
-        return self.selector_top_k
+        return self.selector_top_k or self.lilicorr_candidate_topk
 
 
 def default_layers(depth: int, num_draft_layers: int) -> list[int]:
@@ -279,6 +293,100 @@ class CandidateSelector(nn.Module):
         return unary[:, :, None] + contexts @ self.successor_codebook[candidates].transpose(-1, -2)
 
 
+class UpDown(nn.Module):
+    """An MLP `down_proj(silu(up_proj(x)))` with biases (LiLiCorr)."""
+
+    def __init__(self, size: int, inner: int, outer: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(size, inner), nn.Linear(inner, outer)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[..., size]` to `[..., outer]`."""
+        return self.down_proj(nn.functional.silu(self.up_proj(hidden)))
+
+
+class CandidateLayer(nn.Module):
+    """A transformer layer over all candidates of all depths, whose attention has a bias but no mask (LiLiCorr)."""
+
+    def __init__(self, config: Any, size: int) -> None:
+        super().__init__()
+        self.attn_norm, self.mlp_norm = (LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2))
+        self.attn = nn.MultiheadAttention(size, config.lilicorr_num_heads)  # for its tensors only
+        self.mlp = UpDown(size, int(size * config.lilicorr_mlp_ratio), size)
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        """Map `[B, N, D]` to `[B, N, D]`; `bias` `[heads, N, N]` is added to the attention's scores."""
+        states = nn.functional.linear(self.attn_norm(hidden), self.attn.in_proj_weight, self.attn.in_proj_bias)
+        query, key, value = states.unflatten(-1, (3, self.attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+        hidden = hidden + self.attn.out_proj(output.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class CandidateTransformer(nn.Module):
+    """Scores of candidates after each candidate of the depth above, from a small transformer over all of them.
+
+    Source: LiLiCorr as SGLang 0.5.23 runs it (`models/lilicorr.py`), with its tensor names. A candidate is its
+    embedding, its depth's output, its rank and features of its probability. The transformer's output and the context
+    give two vectors per candidate; the score of a pair is the scaled cosine of those that point at each other.
+
+    Args:
+        config: Provides `hidden_size` D, `block_size`, `rms_norm_eps` and the fields `lilicorr_*`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        outer, self.config = config.hidden_size, config
+        size, depths = config.lilicorr_hidden_size or outer, config.block_size - 1
+        self.token_proj = nn.Identity() if size == outer else nn.Linear(outer, size)
+        self.pass_hidden_proj, self.context_proj = nn.Linear(outer, size), nn.Linear(outer, size)
+        self.feature_norm, self.feature_mlp = nn.LayerNorm(5), UpDown(5, size, size)
+        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, depths, 1, size))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, config.lilicorr_candidate_topk, size))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(config.lilicorr_num_heads, 2 * config.block_size - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(config.lilicorr_num_heads))
+        self.layers = nn.ModuleList(CandidateLayer(config, size) for _ in range(config.lilicorr_num_layers))
+        self.output_norm, self.anchor_norm = (LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2))
+        self.factor_input_proj = nn.Linear(3 * size, size)
+        self.out_head, self.in_head, self.anchor_out_head = (
+            nn.Linear(size, config.lilicorr_factor_dim) for _ in range(3)
+        )
+
+    def forward(self, embeddings: Tensor, log_probs: Tensor, hidden: Tensor, context: Tensor) -> Tensor:
+        """Return scores `[B, S, C, C]` of each depth's candidates (last) after each of those above.
+
+        At the first depth, all rows are those after the root.
+
+        Args:
+            embeddings: `[B, S, C, D]` of the candidates at S depths, the likeliest first.
+            log_probs: `[B, S, C]` their log-probabilities in the whole vocabulary.
+            hidden: `[B, S, D]` the block's outputs that predict them.
+            context: `[B, D]` the context of the token before the root, an output of `DFlashHead.fuse`.
+        """
+        (_, depths, count), eps = log_probs.shape, self.config.lilicorr_vector_eps
+        ranks = torch.arange(count, device=log_probs.device)
+        features = [log_probs, log_probs.exp(), log_probs - log_probs.amax(-1, keepdim=True),
+                    (ranks / max(count - 1, 1)).expand_as(log_probs), (ranks == 0).expand_as(log_probs)]  # fmt: skip
+        states = self.token_proj(embeddings) + self.pass_hidden_proj(hidden)[:, :, None]
+        states = states + self.feature_mlp(self.feature_norm(torch.stack(features, dim=-1).to(states.dtype)))
+        states = (states + self.slot_embedding[0, :, :depths] + self.rank_embedding[0]).flatten(1, 2)
+        slots = torch.arange(depths, device=log_probs.device).repeat_interleave(count)
+        behind = slots[:, None] - slots
+        bias = self.relative_slot_bias[:, behind + self.config.block_size - 1]
+        bias = bias + (behind == 0) * self.same_slot_bias[:, None, None]
+        for layer in self.layers:
+            states = layer(states, bias)
+        states, root = self.output_norm(states), self.anchor_norm(self.context_proj(context))
+        around = root[:, None].expand_as(states)
+        factors = self.factor_input_proj(torch.cat([states, around, states * around], dim=-1))
+        factors = nn.functional.silu(factors).unflatten(1, (depths, count))
+        outwards, inwards = (nn.functional.normalize(head(factors), dim=-1, eps=eps)
+                             for head in (self.out_head, self.in_head))  # fmt: skip
+        first = nn.functional.normalize(self.anchor_out_head(root), dim=-1, eps=eps)
+        outwards = torch.cat([first[:, None, None].expand_as(outwards[:, :1]), outwards[:, :-1]], dim=1)
+        return self.config.lilicorr_logit_scale * (outwards @ inwards.transpose(-1, -2)).float()
+
+
 class ConfidenceHead(nn.Module):
     """Logit of the probability that a drafted token is accepted if all tokens before it are.
 
@@ -328,6 +436,8 @@ class DFlashHead(FeatureHead):
             self.markov_head = MarkovHead(config)
         if config.selector_rank:
             self.candidate_selector = CandidateSelector(config)
+        if config.lilicorr_candidate_topk:
+            self.lilicorr = CandidateTransformer(config)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(size + config.confidence_with_markov * config.markov_rank)
         self._add_common_parts()
@@ -461,6 +571,14 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError(
             f"`conv_group_size` {config.conv_group_size} must divide `hidden_size` {config.hidden_size}."
         )
+    size = config.lilicorr_hidden_size or config.hidden_size
+    if config.lilicorr_candidate_topk and (size % config.lilicorr_num_heads or config.sample_from_anchor):
+        raise InvalidConfigError(
+            f"`lilicorr_num_heads` {config.lilicorr_num_heads} must divide the hidden size {size}, and "
+            "`sample_from_anchor` must be false."
+        )
+    if config.lilicorr_candidate_topk and config.selector_rank:
+        raise InvalidConfigError("A head has a candidate selector (DFlash2) or LiLiCorr's transformer, not both.")
     if config.num_candidates and (config.markov_rank or config.draft_vocab_size):
         raise InvalidConfigError("Heads that score pairs of candidates have no Markov head and no draft vocabulary.")
     if config.vocab_size and config.num_candidates > config.vocab_size:
