@@ -108,8 +108,10 @@ def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Te
             chain.append(token[0, 0])
             continue
         if outputs.head.config.markov_rank:
-            correction, state = outputs.head.markov_head(token, outputs.hidden[:, depth, None], state)
-            logits = logits + correction[:, 0]
+            hidden = outputs.hidden[:, depth, None]
+            correction, state = outputs.head.markov_head(token, hidden, state, outputs.embedding)
+            if depth or outputs.head.config.markov_head_type != "domino":
+                logits = logits + correction[:, 0]
         rows.append(logits[0])
         best = logits.argmax(-1)
         hot = outputs.head.hot_token_ids

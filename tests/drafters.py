@@ -101,6 +101,8 @@ DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "sel
 LILICORR = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2,
             "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_logit_scale": 6.0}  # fmt: skip
 """A small transformer over the candidates."""
+DOMINO = {"markov_rank": 5, "markov_head_type": "domino", "gru_hidden_dim": 6}
+"""A GRU over the tokens drafted so far."""
 
 
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
@@ -202,6 +204,7 @@ ROWS: tuple[Row, ...] = (
         lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DFLASH2)), {"num_draft_tokens": 12}),
     Row("lilicorr", "lilicorr",
         lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **LILICORR)), {"num_draft_tokens": 12}),
+    Row("domino", "domino", lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DOMINO))),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({
@@ -216,7 +219,7 @@ BY_NAME = {row.name: row for row in ROWS}
 WALKED = tuple(
     row
     for row in ROWS
-    if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "dflash2", "lilicorr", "pard")
+    if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "dflash2", "lilicorr", "domino", "pard")
 )
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""

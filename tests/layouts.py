@@ -375,7 +375,10 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
     tensors, config = canonical(example.tensors), example.config
     nested, inner = config.get("dflash_config", {}), config.get("transformer_layer_config", config)
     eps, count, size = inner["rms_norm_eps"], inner["num_hidden_layers"], config["block_size"]
-    shifted = config.get("sample_from_anchor", config["architectures"][0] in ("Qwen3DSparkModel", "DSparkDraftModel"))
+    shifted = config.get(
+        "sample_from_anchor",
+        nested.get("shift_label") or config["architectures"][0] in ("Qwen3DSparkModel", "DSparkDraftModel"),
+    )
     table, rows = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
     table, rows = target.embedding if table is None else table, target.lm_head if rows is None else rows
     start = target.features.shape[1]
@@ -399,6 +402,8 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
         return selected(tensors, config, hidden[0 if shifted else 1 :], rows, int(anchor))
     if "lilicorr.slot_embedding" in tensors:
         return correlated(tensors, config, hidden[1:], rows, table, context[0, -1])
+    if "prefix_gru.weight_ih_l0" in tensors:
+        return fallen(tensors, hidden[0 if nested["shift_label"] else 1 :], rows, table, int(anchor))
     base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
     chain, sure = [], []
     for slot in range(size):
@@ -447,6 +452,23 @@ def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anc
         scores = (unary + books[1][words] @ context).log_softmax(0)
         chain.append(scores.sort(descending=True).values)
         previous = int(words[scores.argmax()])
+    return [base, torch.stack(chain), torch.zeros(0)]
+
+
+def fallen(tensors: Tensors, hidden: Tensor, rows: Tensor, table: Tensor, token: int) -> list[Tensor]:
+    """Logits of a block, and those of the greedy chain by Domino's GRU, which leaves the first token's as they are."""
+    base, chain = hidden @ rows.T, list[Tensor]()
+    state = torch.zeros(tensors["prefix_gru.weight_hh_l0"].shape[1])
+    for slot, logits in enumerate(base):
+        new = (tensors["prefix_gru.weight_ih_l0"] @ table[token]).chunk(3)
+        old = (tensors["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+        reset, keep = (new[0] + old[0]).sigmoid(), (new[1] + old[1]).sigmoid()
+        state = keep * state + (1 - keep) * (new[2] + reset * old[2]).tanh()
+        if slot:
+            inner = linear(torch.cat([hidden[slot], state]), tensors, "embed_proj.0")
+            logits = logits + linear(torch.nn.functional.silu(inner), tensors, "embed_proj.2")
+        chain.append(logits)
+        token = int(logits.argmax())
     return [base, torch.stack(chain), torch.zeros(0)]
 
 
@@ -806,6 +828,7 @@ def lilicorr_shapes(size: int, block: int = 5, count: int = 4, heads: int = 2) -
     return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 5, "emb_dim": RANK, "pure_draft_prefix_len": 1}
 LILICORR = {"lilicorr_enabled": True, "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16,
             "lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6,
             "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 7.0}  # fmt: skip
@@ -853,6 +876,10 @@ def block_examples() -> dict[str, Example]:
     rows, whole = {"lm_head.weight": (VD, H)}, {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
     one = {**block_shapes(1), **whole}
     mixed = {"window": 4, "nested": {"causal": False}}
+    domino: dict[str, tuple[int, ...]] = {
+        "prefix_gru.weight_ih_l0": (3 * 5, H), "prefix_gru.weight_hh_l0": (3 * 5, 5),
+        "embed_proj.0.weight": (RANK, H + 5), "embed_proj.2.weight": (V, RANK),
+    }  # fmt: skip
     nemo = {"architectures": ["Qwen3DFlashDraftModel"], "rope_scaling": LLAMA3, "attention_bias": True}
     kinds = {
         f"deepspec, {kind}": Example(
@@ -890,6 +917,12 @@ def block_examples() -> dict[str, Example]:
                 **DFLASH2, "conv_kernel_size": 3, "conv_group_size": 16, "input_embedding_scale": 2.0,
                 "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
             random_tensors({**two, **dflash2_shapes(3, 16, ".weight")}), draft_block),
+        **{
+            f"domino, {name}": Example(
+                "domino", zlab_fields(FULL, FULL, nested={**DOMINO, "shift_label": shifted}),
+                {f"model.{n}" if shifted else n: t for n, t in random_tensors({**two, **domino}).items()}, draft_block)
+            for name, shifted in (("from the root", True), ("behind the root", False))
+        },
         "lilicorr": Example(
             "lilicorr", zlab_fields(FULL, FULL, architectures=["LiLiCorrDraftModel"], nested=LILICORR),
             random_tensors({**two, **lilicorr_shapes(16)}), draft_block),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import DFLASH2, LILICORR, random_block
+from drafters import DFLASH2, DOMINO, LILICORR, random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
@@ -50,6 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rnn behind the root": {"markov_rank": 4, "markov_head_type": "rnn"},
     "dflash2": {**DFLASH2, **SLIDING, "sliding_causal": True},
     "lilicorr": {**LILICORR, **DFLASH2, "selector_rank": 0, "selector_top_k": 0, "causal": True},
+    "domino": {**DOMINO, "causal": True},
+    "domino from the root": {**DOMINO, "sample_from_anchor": True},
     "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
                   "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
 }  # fmt: skip
@@ -141,7 +143,9 @@ def test_smaller_budgets_between_full_ones(small: Any, variant: str, wandering: 
         assert tree.tokens.tolist() == wanted.tokens.tolist()
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "gated", "rnn", "rnn behind the root"])
+@pytest.mark.parametrize(
+    "variant", ["vanilla", "gated", "rnn", "rnn behind the root", "domino", "domino from the root"]
+)
 def test_a_chain_of_a_markov_head_is_corrected_token_by_token(small: Any, variant: str) -> None:
     head = random_block(small, 7, **VARIANTS[variant])
     small.add_drafter(DFlashDrafter(head))
@@ -389,6 +393,9 @@ def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -
         ({"markov_rank": 2, "markov_head_type": "lstm"}, "`markov_head_type` must be one of"),
         ({**LILICORR, "lilicorr_num_heads": 3}, "must divide the hidden size 16"),
         ({**LILICORR, **DFLASH2}, "not both"),
+        ({**DOMINO, "gru_hidden_dim": 0}, "`gru_hidden_dim` must be set for"),
+        ({"gru_hidden_dim": 4}, "`gru_hidden_dim` must be set for"),
+        ({**DOMINO, "confidence_head": True}, "confidence head .DSpark. or a Markov head of type 'domino'"),
         ({"selector_rank": 2, "selector_top_k": 2, "markov_rank": 2}, "have no Markov head"),
         ({"confidence_with_markov": True, "confidence_head": True}, "needs `confidence_head` and a `markov_rank`"),
         ({"confidence_with_markov": True, "markov_rank": 2}, "needs `confidence_head` and a `markov_rank`"),
@@ -449,6 +456,7 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
         ("own parts", "traced"),
         ("dflash2", "traced"),
         ("lilicorr", "traced"),
+        ("domino", "traced"),
         pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
     ],
 )

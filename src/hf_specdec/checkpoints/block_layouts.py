@@ -1,4 +1,4 @@
-"""The published layouts of block heads (DFlash, DFlash2, LiLiCorr, JetSpec, DSpark), both ways.
+"""The published layouts of block heads (DFlash, DFlash2, LiLiCorr, Domino, JetSpec, DSpark), both ways.
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for
@@ -32,7 +32,8 @@ BLOCK_TENSORS = (
     r"layers\.\d{1,4}\.((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)|"
     r"[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))|"
     r"fc\.(weight|bias)|(hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|confidence_head\.proj\.(weight|bias)|"
-    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))|"
+    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias)|prefix_gru\.weight_[ih]h_l0|"
+    r"input_proj\.weight)|"
     r"layers\.\d{1,4}\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)|"
     r"candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)|lilicorr\.[\w.]{1,99}"
 )
@@ -63,9 +64,11 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
     settings = {**layer_fields(layout, fields, shapes, windows=False), **known}
     if not layout.layer_config and fields.get("vocab_size") is None:
         settings["vocab_size"] = 0
-    for name in ("block_size", "mask_token_id", *(LILICORR if layout.name == _LILICORR.name else ())):
+    needed = {_LILICORR.name: LILICORR, _DOMINO.name: ("sample_from_anchor", "gru_hidden_dim", "markov_rank")}
+    for name in ("block_size", "mask_token_id", *needed.get(layout.name, ())):
         if name not in settings:
-            raise CheckpointFormatError(f"its config has no `{name}`.")
+            there = layout.fields.get(name, name).rpartition("|")[2].rpartition(".")[2]
+            raise CheckpointFormatError(f"its config has no `{there}`.")
     layer = fields[layout.layer_config] if layout.layer_config else fields
     if layer.get("num_hidden_layers", count) != count:
         raise CheckpointFormatError(
@@ -153,8 +156,8 @@ def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
     return {
         "the format has norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
         "`fc` has no bias (train with bias=False)": config.bias,
-        "the format has no convolutions and no pairs of candidates (keep the published files)":
-            bool(config.conv_kernel_size or config.num_candidates),
+        "the format has no convolutions, no pairs of candidates and no GRU (keep the published files)":
+            bool(config.conv_kernel_size or config.num_candidates or config.gru_hidden_dim),
         "the MLP has no bias (train with mlp_bias=False)": config.mlp_bias,
         "biases of query, key and value require one of the output projection (train with attention_bias=True)":
             config.qkv_bias and not config.attention_bias,
@@ -387,6 +390,24 @@ _LILICORR = replace(
     },
     expected={**_DFLASH2.expected, "dflash_config.lilicorr_enabled": True},
 )
+_DOMINO = replace(
+    _DFLASH2,
+    name="domino",
+    writers="Domino (for SGLang)",
+    marks={"dflash_config.projector_type|projector_type": "domino"},
+    fields={
+        **_ZLAB.fields,
+        "sample_from_anchor": "dflash_config.shift_label|shift_label",
+        "gru_hidden_dim": "dflash_config.gru_hidden_dim|gru_hidden_dim",
+        "markov_rank": "dflash_config.emb_dim|emb_dim",
+    },
+    fixed={"input_embedding_scale": 1.0, "markov_head_type": "domino"},
+    expected={**_DFLASH2.expected, "dflash_config.pure_draft_prefix_len|pure_draft_prefix_len": 1,
+              "dflash_config.projector_type|projector_type": "domino"},
+    aliases=((r"(?:model\.)?prefix_gru\.", "markov_head.prefix_gru."),
+             (r"(?:model\.)?embed_proj\.0\.", "markov_head.input_proj."),
+             (r"(?:model\.)?embed_proj\.2\.", "markov_head.markov_w2."), (r"model\.", "")),
+)  # fmt: skip
 _MUSE_GLIMMER = Layout(
     name="muse-glimmer",
     head_class=DFlashHead,
@@ -453,7 +474,7 @@ _SPECULATORS_DFLASH2 = replace(
 )  # fmt: skip
 
 BLOCK_LAYOUTS = (
-    _SPECULATORS_DFLASH, _SPECULATORS_DFLASH2, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _LILICORR, _DFLASH2,
-    _JETSPEC, _ZLAB,
+    _SPECULATORS_DFLASH, _SPECULATORS_DFLASH2, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _DOMINO, _LILICORR,
+    _DFLASH2, _JETSPEC, _ZLAB,
 )  # fmt: skip
 """All layouts of block heads; the first that matches is used."""

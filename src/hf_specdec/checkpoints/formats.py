@@ -153,12 +153,10 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     First come relatives of DFlash whose layers or selection of tokens differ.
     """
     projector = lookup(fields, "dflash_config.projector_type")
-    if projector == "domino" or any("prefix_gru." in name for name in names):
-        return "a Domino drafter, whose recurrent network reads the tokens chosen so far"
     is_block = names & {"hidden_norm.weight", "model.hidden_norm.weight"}
     if is_block and any(name.endswith("mix_l") or "readout" in name for name in names):
         return "an XPress drafter, which refines the block's logits in several passes"
-    if projector not in (None, "dflash") and "dflash_config" in fields:
+    if projector not in (None, "dflash", "domino") and "dflash_config" in fields:
         return f"a DFlash drafter with the projector_type {shortened(projector)}"
     if fields.get("architectures") == ["Gemma4DSparkModel"]:
         return "a DSpark drafter with layers of Gemma 4"

@@ -207,8 +207,7 @@ class BlockOutputs:
             roots = self.roots.to(candidates.device)
             scores = self.head.candidate_selector(roots, candidates, log_probs, self.hidden)
         else:
-            embeddings = self.embedding(candidates.to(self.roots.device)).to(self.hidden)
-            scores = self.head.lilicorr(embeddings, log_probs, self.hidden, self.context.to(self.hidden))
+            scores = self.head.lilicorr(self._embed(candidates), log_probs, self.hidden, self.context.to(self.hidden))
         return candidates, scores.log_softmax(-1, dtype=torch.float32).clamp(max=0)
 
     @property
@@ -219,10 +218,13 @@ class BlockOutputs:
             return None
         return packed
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens.to(self.roots.device)).to(self.slots)
+
     def children(self, tokens: Tensor, state: Tensor, depth: int, top_k: int) -> Level:
         """Return the `top_k` best children of K nodes at a depth, 0 for the root, given their tokens `[B, K]`.
 
-        `state` `[B, K, r]` is the Markov head's before these tokens; unused without such a head.
+        `state` `[B, K, state size]` is the Markov head's before these tokens; unused without such a head.
         """
         count, device = tokens.shape[1], self.roots.device
         if self.head.config.num_candidates:
@@ -236,15 +238,16 @@ class BlockOutputs:
         logits = self.logits[:, depth, None]
         if self.head.config.markov_rank:
             hidden = self.hidden[:, depth, None].expand(-1, count, -1)
-            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
-            logits = logits + self.head.markov_head.markov_w2(numbers)
+            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state, self._embed)
+            if depth or not self.head.config.gru_hidden_dim:
+                logits = logits + self.head.markov_head.markov_w2(numbers)
         level = scored(state, logits, top_k, self.head.hot_token_ids)
         return Level(
             state, level.log_probs.to(device).expand(-1, count, -1), level.tokens.to(device).expand(-1, count, -1)
         )
 
     def start(self) -> Tensor:
-        """Return the Markov head's state `[B, 1, r]` before the root; empty, r = 0, without such a head."""
+        """Return the Markov head's state `[B, 1, state size]` before the root; of size 0 without such a head."""
         if self.head.config.markov_rank:
             return self.head.start_state(self.roots[:, None].to(self.slots.device), self.slots[:, :1])
         return self.slots[:, :1, :0]

@@ -25,7 +25,7 @@ from hf_specdec.validation import Rule
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_BLOCK = 8
-MARKOV_TYPES = ("vanilla", "gated", "rnn")
+MARKOV_TYPES = ("vanilla", "gated", "rnn", "domino")
 
 
 class DFlashConfig(EagleConfig):
@@ -47,7 +47,8 @@ class DFlashConfig(EagleConfig):
         sample_from_anchor: Whether the output of slot j, counted from the root's slot 0, predicts the token after the
             slot's own position, so that B slots draft B tokens. Otherwise it predicts the token at its position.
         markov_rank: Rank of the Markov head; 0 for none.
-        markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`.
+        markov_head_type: `"vanilla"`, `"gated"`, `"rnn"` or `"domino"`.
+        gru_hidden_dim: Size of the recurrent state of type `"domino"`.
         confidence_head: Whether the head predicts how likely its tokens are accepted.
         confidence_with_markov: Whether this prediction reads the previous token, too.
         own_lm_head: Whether the head has its own lm_head; otherwise it uses the target's.
@@ -88,6 +89,7 @@ class DFlashConfig(EagleConfig):
     sample_from_anchor: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
+    gru_hidden_dim: int = 0
     confidence_head: bool = False
     confidence_with_markov: bool = False
     own_lm_head: bool = False
@@ -164,17 +166,24 @@ class MarkovHead(nn.Module):
     (`drafters/dflash.py`), which the tensors allow without change.
 
     Tensor names are DeepSpec's. In type `gated`, a gate that also reads the slot's output scales the token's
-    embedding; in type `rnn`, a recurrent state carries all previous tokens of the path.
+    embedding; in type `rnn`, a recurrent state carries all previous tokens of the path. In type `domino` (as SGLang
+    0.5.23 runs Domino's heads), this state is that of a GRU over the embeddings of the block, a layer of size r reads
+    it and the slot's output, and the first drafted token is not corrected.
 
     Args:
         config: Provides `vocab_size` V, `draft_vocab_size` Vd or None, `hidden_size` D, `markov_rank` r and
-            `markov_head_type`.
+            `markov_head_type`; for type `domino` also `gru_hidden_dim`.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, rank, self.kind = config.hidden_size, config.markov_rank, config.markov_head_type
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.state_size = config.gru_hidden_dim if self.kind == "domino" else rank
+        if self.kind == "domino":
+            self.prefix_gru = nn.GRU(size, self.state_size, bias=False)  # for its tensors only
+            self.input_proj = nn.Linear(size + self.state_size, rank, bias=False)
+        else:
+            self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(size + rank, rank)
@@ -182,22 +191,32 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(size + 2 * rank, 3 * rank)
 
     def start(self, *shape: int) -> Tensor:
-        """Return the state `[*shape, r]` before the first token of a path: zeros."""
-        weight = self.markov_w1.weight
-        return torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        """Return the state `[*shape, state size]` before the first token of a path: zeros."""
+        weight = self.markov_w2.weight
+        return torch.zeros(*shape, self.state_size, dtype=weight.dtype, device=weight.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings `[..., r]` of previous tokens `[...]`, given as ids of the target."""
         return self.markov_w1(tokens)
 
-    def mix(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the r numbers `[..., r]` that `markov_w2` maps to the correction, and the state `[..., r]` after.
+    def mix(
+        self, tokens: Tensor, hidden: Tensor, state: Tensor, embedding: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the r numbers `[..., r]` that `markov_w2` maps to the correction, and the state after.
 
         Args:
             tokens: `[...]` the previous tokens, as ids of the target.
             hidden: `[..., D]` the block's outputs that predict the tokens after them.
-            state: `[..., r]` states before these tokens; only type `rnn` changes them.
+            state: `[..., state size]` states before these tokens; only types `rnn` and `domino` change them.
+            embedding: That of the block's tokens, for type `domino`.
         """
+        if self.kind == "domino":
+            assert embedding is not None
+            new = nn.functional.linear(embedding(tokens).to(state), self.prefix_gru.weight_ih_l0).chunk(3, dim=-1)
+            old = nn.functional.linear(state, self.prefix_gru.weight_hh_l0).chunk(3, dim=-1)
+            reset, keep = (new[0] + old[0]).sigmoid(), (new[1] + old[1]).sigmoid()
+            state = keep * state + (1 - keep) * (new[2] + reset * old[2]).tanh()
+            return nn.functional.silu(self.input_proj(torch.cat([hidden, state], dim=-1))), state
         embeddings = self.embed(tokens)
         if self.kind == "gated":
             embeddings = self.gate_proj(torch.cat([hidden, embeddings], dim=-1)).sigmoid() * embeddings
@@ -207,9 +226,11 @@ class MarkovHead(nn.Module):
             state, embeddings = gate * state + (1 - gate) * candidate.tanh(), output.tanh()
         return embeddings, state
 
-    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, state: Tensor, embedding: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the correction of the logits `[..., Vd]` after some tokens, and the state after them; see `mix`."""
-        numbers, state = self.mix(tokens, hidden, state)
+        numbers, state = self.mix(tokens, hidden, state, embedding)
         correction: Tensor = self.markov_w2(numbers)
         return correction, state
 
@@ -524,12 +545,13 @@ class DFlashHead(FeatureHead):
         )
 
     def start_state(self, roots: Tensor, first: Tensor) -> Tensor:
-        """Return the Markov head's state `[..., r]` before the roots `[...]`, whose slots' outputs are `first`.
+        """Return the Markov head's state before the roots `[...]`, whose slots' outputs are `first`.
 
-        If the root's slot predicts nothing, a recurrent state has passed it nevertheless, as in speculators.
+        If the root's slot predicts nothing, the state of type `rnn` has passed it nevertheless, as in speculators.
         """
         state: Tensor = self.markov_head.start(*roots.shape)
-        return state if self.config.sample_from_anchor else self.markov_head(roots, first, state)[1]
+        passes = self.config.sample_from_anchor or self.config.markov_head_type == "domino"
+        return state if passes else self.markov_head(roots, first, state)[1]
 
     def confidence(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits `[...]` of the probability that the tokens predicted by outputs `[..., D]` are accepted.
@@ -583,8 +605,12 @@ def check_block(config: DFlashConfig) -> None:
         raise InvalidConfigError("Heads that score pairs of candidates have no Markov head and no draft vocabulary.")
     if config.vocab_size and config.num_candidates > config.vocab_size:
         raise InvalidConfigError(f"{config.num_candidates} candidates exceed {config.vocab_size} tokens.")
+    if (config.markov_rank > 0 and config.markov_head_type == "domino") != bool(config.gru_hidden_dim):
+        raise InvalidConfigError("`gru_hidden_dim` must be set for `markov_head_type` 'domino', and only for it.")
     if config.markov_head_type not in MARKOV_TYPES:
         raise InvalidConfigError(f"`markov_head_type` must be one of {MARKOV_TYPES}, got {config.markov_head_type!r}.")
+    if config.confidence_head and config.gru_hidden_dim:
+        raise InvalidConfigError("A head has a confidence head (DSpark) or a Markov head of type 'domino', not both.")
     if config.confidence_with_markov and not (config.confidence_head and config.markov_rank):
         raise InvalidConfigError("`confidence_with_markov` needs `confidence_head` and a `markov_rank` above 0.")
 

@@ -172,7 +172,9 @@ DFLASH: Mapping[str, Rule] = {
     **dict.fromkeys(("input_embedding_scale", "logit_multiplier", "logit_softcap"), number(1e-6, 1e6)),
     "conv_kernel_size": integer(0, MAX_STEPS),
     "selector_top_k": integer(0, MAX_TOP_K),
-    **dict.fromkeys(("conv_group_size", "selector_rank", "lilicorr_hidden_size"), integer(0, MAX_WIDTH)),
+    **dict.fromkeys(
+        ("conv_group_size", "selector_rank", "lilicorr_hidden_size", "gru_hidden_dim"), integer(0, MAX_WIDTH)
+    ),
     "lilicorr_candidate_topk": integer(0, MAX_TOP_K),
     "lilicorr_num_layers": integer(1, MAX_PARTS),
     "lilicorr_num_heads": integer(1, MAX_HEADS),
@@ -181,7 +183,7 @@ DFLASH: Mapping[str, Rule] = {
     "lilicorr_vector_eps": number(1e-15, 1),
     "lilicorr_logit_scale": number(1e-6, 1e6),
     "markov_rank": integer(0, MAX_WIDTH),
-    "markov_head_type": one_of("vanilla", "gated", "rnn"),
+    "markov_head_type": one_of("vanilla", "gated", "rnn", "domino"),
     **dict.fromkeys(("bias", "causal", "sliding_causal", "window_from_anchor", "sample_from_anchor"), TRUTH),
     **dict.fromkeys(("confidence_head", "confidence_with_markov", "own_lm_head", "all_children"), TRUTH),
 }
