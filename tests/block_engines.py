@@ -52,7 +52,9 @@ class Block:
         count = features.shape[1]
         positions = torch.tensor([places or range(self._next, self._next + count)])
         self._next = int(positions[0, -1]) + 1
-        for layer, states in enumerate(self.head.context_states(self.head.fuse(features), positions)):
+        fused = self.head.fuse(features)
+        self._context = fused[:, -1]
+        for layer, states in enumerate(self.head.context_states(fused, positions)):
             self._cache.update(*states, layer)
         self._length += count
         self._cache.commit([range(count)])
@@ -75,10 +77,16 @@ class Block:
                 seen = self._length + torch.arange(size)[:, None] - torch.arange(self._length) < window
                 block = block & (distance.abs() < window)
             masks.append(torch.cat([seen, block], dim=-1)[None, None])
-        embedding = self.head.embed_tokens if config.own_embedding else self._embedding
-        slots = self.head.read(embedding(tokens), positions, self._cache, masks)
+
+        def embed(tokens: Tensor) -> Tensor:
+            embedding = self.head.embed_tokens if config.own_embedding else self._embedding
+            embedded: Tensor = embedding(tokens) * (config.input_embedding_scale or 1.0)
+            return embedded
+
+        slots = self.head.read(embed(tokens), positions, self._cache, masks)
         self._cache.rollback()
-        return BlockOutputs(self.head, stages_of(self.head, self._lm_head), torch.tensor([root]), slots)
+        stages = stages_of(self.head, self._lm_head)
+        return BlockOutputs(self.head, stages, torch.tensor([root]), slots, embed, self._context)
 
 
 def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -93,9 +101,17 @@ def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Te
         if previous is not None:
             token = previous[depth].view(1, 1)
         logits = outputs.logits[:, depth]
+        if outputs.head.config.num_candidates:
+            level = outputs.children(token, state, depth, outputs.head.config.num_candidates)
+            rows.append(level.log_probs[0, 0])
+            token = level.tokens[:, :, 0]
+            chain.append(token[0, 0])
+            continue
         if outputs.head.config.markov_rank:
-            correction, state = outputs.head.markov_head(token, outputs.hidden[:, depth, None], state)
-            logits = logits + correction[:, 0]
+            hidden = outputs.hidden[:, depth, None]
+            correction, state = outputs.head.markov_head(token, hidden, state, outputs.embedding)
+            if depth or outputs.head.config.markov_head_type != "domino":
+                logits = logits + correction[:, 0]
         rows.append(logits[0])
         best = logits.argmax(-1)
         hot = outputs.head.hot_token_ids
@@ -106,7 +122,9 @@ def corrected(outputs: BlockOutputs, previous: Tensor | None = None) -> tuple[Te
 
 def close(actual: Tensor, expected: Tensor) -> None:
     """Assert equality up to float32 rounding, relative to the size of the logits."""
-    torch.testing.assert_close(actual, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=1e-5)
+    torch.testing.assert_close(
+        actual, expected, atol=1e-5 * max(1.0, float(expected.abs().amax()) if expected.numel() else 0.0), rtol=1e-5
+    )
 
 
 def compare_drafts(folder: Path, target: Any, whole_context: bool = False) -> int:

@@ -89,14 +89,25 @@ def random_block(model: Any, seed: int = 0, **fields: Any) -> DFlashHead:
     base = {"block_size": 5, "mask_token_id": zoo.VOCAB_SIZE - 1, "aux_hidden_state_layer_ids": [1, 2], "head_dim": 8}
     head = DFlashHead(DFlashConfig.for_target(model.config, **{**base, **fields}))
     with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(10)
+        for name, parameter in head.named_parameters():
+            if any(part in name for part in ("_codebook", "base_kernel", "_embedding", "slot_bias")):
+                parameter.copy_(torch.randn_like(parameter))
+            elif parameter.dim() > 1:
+                parameter.mul_(4 if name.startswith("lilicorr") else 10)
             else:
                 parameter.add_(0.5 * torch.rand_like(parameter))
     if head.config.draft_vocab_size:
         head.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values)
     return head
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 6}
+"""Convolutions and a candidate selector."""
+LILICORR = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2,
+            "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_logit_scale": 6.0}  # fmt: skip
+"""A small transformer over the candidates."""
+DOMINO = {"markov_rank": 5, "markov_head_type": "domino", "gru_hidden_dim": 6}
+"""A GRU over the tokens drafted so far."""
 
 
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
@@ -245,6 +256,11 @@ ROWS: tuple[Row, ...] = (
     Row("dspark", "dspark", lambda model, _answers, seed: DFlashDrafter(
         random_block(model, seed, sample_from_anchor=True, causal=True, markov_rank=4, markov_head_type="rnn",
                      confidence_head=True, confidence_with_markov=True), confidence_threshold=0.3)),
+    Row("dflash2", "dflash2",
+        lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DFLASH2)), {"num_draft_tokens": 12}),
+    Row("lilicorr", "lilicorr",
+        lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **LILICORR)), {"num_draft_tokens": 12}),
+    Row("domino", "domino", lambda model, _answers, seed: DFlashDrafter(random_block(model, seed, **DOMINO))),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({
@@ -263,7 +279,7 @@ GEMMA4 = Row(
 )
 """A drafter for Gemma 4 only: adding it to any other model raises an error."""
 
-UNWALKED = ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "pard")
+UNWALKED = ("eagle_static", "peagle", "mtp", "early_exit", "dspark", "dflash2", "lilicorr", "domino", "pard")
 WALKED = (*(row for row in ROWS if row.name not in UNWALKED), GEMMA4)
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""

@@ -117,7 +117,7 @@ def foreign_assistant(model: Any, _answers: torch.Tensor, seed: int) -> DraftMod
 
 BY_NAME = {**drafters.BY_NAME, "foreign": drafters.Row("foreign", "foreign", foreign_assistant, {"top_k": 2})}
 DRAFTERS = (*BY_NAME, "foreign", "sometimes")
-WINDOWED = ("eagle", "eagle_static", "eagle3", "peagle", "mtp", "dflash", "dspark")
+WINDOWED = ("eagle", "eagle_static", "eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2", "lilicorr", "domino")
 """Drafters whose heads take `draft_window`."""
 
 

@@ -442,6 +442,9 @@ BLOCK_GROWN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {"markov_rank": 4, "markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": True},
         {"num_draft_tokens": 8, "top_k": 2}, 0.4,
     ),
+    "a transformer over candidates": (drafters.LILICORR, {"num_draft_tokens": 12, "top_k": 3}, 0.0),
+    "a GRU": (drafters.DOMINO, {"num_draft_tokens": 8, "top_k": 2}, 0.0),
+    "pairs of candidates": (drafters.DFLASH2, {"num_draft_tokens": 12, "top_k": 3}, 0.0),
     "a draft window": ({}, {"num_draft_tokens": 8, "draft_window": 8}, 0.0),
     "windows": (
         {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},

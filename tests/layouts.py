@@ -204,6 +204,7 @@ def canonical(tensors: Tensors) -> Tensors:
             name = f"layers.{rest}" if rest[0].isdigit() else f"layers.0.{rest}"
         for index, part in enumerate(("low", "mid", "high")):
             name = name.replace(f"aux_norm_{part}.", f"fc_norm.{index}.")
+        name = name.replace("encoder.output_norm_enc.", "hidden_norm.").replace("encoder.fc.", "fc.")
         named[name] = tensor
     return named
 
@@ -372,8 +373,11 @@ def block_seen(config: Config, layer: int, start: int) -> Tensor:
             return everything
         block = everything if config["sliding_window_non_causal"] else behind >= 0
         return torch.where(place < start, place >= start - window, block)
+    if config["model_type"] == "muse_glimmer_assistant":
+        return behind.abs() <= window if slides else everything
     seen = behind.abs() < window if slides else everything
-    return seen & (behind >= 0) if nested.get("causal_head") or nested.get("causal") else seen
+    is_causal = nested.get("causal_head") or nested.get("causal") or (slides and "selector_rank" in nested)
+    return seen & (behind >= 0) if is_causal else seen
 
 
 def draft_block(example: Example, target: Target) -> list[Tensor]:
@@ -381,7 +385,10 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
     tensors, config = canonical(example.tensors), example.config
     nested, inner = config.get("dflash_config", {}), config.get("transformer_layer_config", config)
     eps, count, size = inner["rms_norm_eps"], inner["num_hidden_layers"], config["block_size"]
-    shifted = config.get("sample_from_anchor", config["architectures"][0] in ("Qwen3DSparkModel", "DSparkDraftModel"))
+    shifted = config.get(
+        "sample_from_anchor",
+        nested.get("shift_label") or config["architectures"][0] in ("Qwen3DSparkModel", "DSparkDraftModel"),
+    )
     table, rows = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
     table, rows = target.embedding if table is None else table, target.lm_head if rows is None else rows
     start = target.features.shape[1]
@@ -389,13 +396,24 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
     block = torch.full((1, size), nested.get("mask_token_id", config.get("mask_token_id")))
     block[0, 0] = anchor
     context = rms(linear(target.features, tensors, "fc"), tensors["hidden_norm.weight"], eps)
-    x = table[block]
+    x = table[block] * nested.get("input_embedding_scale", 1.0)
     for layer in range(count):
         name, seen = f"layers.{layer}.", block_seen(config, layer, start)
         y = rms(x, tensors[f"{name}input_layernorm.weight"], eps)
-        x = x + block_attention(y, context, tensors, f"{name}self_attn.", inner, seen)
-        x = x + mlp(rms(x, tensors[f"{name}post_attention_layernorm.weight"], eps), tensors, f"{name}mlp.")
+        y, kernel = convolved(y, tensors, f"{name}attention_conv")
+        y = block_attention(y, context, tensors, f"{name}self_attn.", inner, seen)
+        x = x + convolved(y, tensors, f"{name}attention_conv", kernel)[0]
+        y, kernel = convolved(
+            rms(x, tensors[f"{name}post_attention_layernorm.weight"], eps), tensors, f"{name}mlp_conv"
+        )
+        x = x + convolved(mlp(y, tensors, f"{name}mlp."), tensors, f"{name}mlp_conv", kernel)[0]
     hidden = rms(x, tensors["norm.weight"], eps)[0]
+    if "candidate_selector.hidden_projection.weight" in tensors:
+        return selected(tensors, config, hidden[0 if shifted else 1 :], rows, int(anchor))
+    if "lilicorr.slot_embedding" in tensors:
+        return correlated(tensors, config, hidden[1:], rows, table, context[0, -1])
+    if "prefix_gru.weight_ih_l0" in tensors:
+        return fallen(tensors, hidden[0 if nested["shift_label"] else 1 :], rows, table, int(anchor))
     base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
     chain, sure = [], []
     for slot in range(size):
@@ -410,6 +428,113 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
         previous = logits.argmax() if ids is None else ids[logits.argmax()]
     first = 0 if shifted else 1
     return [in_order(base[first:], tensors), torch.stack(chain), torch.stack(sure) if sure else torch.zeros(0)]
+
+
+def convolved(x: Tensor, tensors: Tensors, name: str, kernel: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A convolution over a block `[1, B, H]`; `kernel [B, taps, H]`: that of the output, else of the input."""
+    if f"{name}.base_kernel" not in tensors:
+        return x, None
+    base = tensors[f"{name}.base_kernel"]
+    taps, slots = base.shape[1], x.shape[1]
+    after = kernel
+    if kernel is None:
+        change = linear(x, tensors, f"{name}.kernel_projection").reshape(slots, 2, taps, -1)
+        both = base + change.repeat_interleave(base.shape[2] // change.shape[3], dim=3)
+        kernel, after = both[:, 0], both[:, 1]
+    out = torch.zeros_like(x)
+    for slot in range(slots):
+        for tap in range(min(taps, slot + 1)):
+            out[:, slot] += kernel[slot, tap] * x[:, slot - tap]
+    return out, after
+
+
+def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anchor: int) -> list[Tensor]:
+    """Logits of a block, and the log-probabilities of the candidates along the greedy path, the best first."""
+    nested = config.get("dflash_config", config)
+    base = hidden @ rows.T * nested.get("output_multiplier", 1.0)
+    if bound := nested.get("final_logit_softcapping"):
+        base = (base / bound).tanh() * bound
+    name, chain, previous = "candidate_selector", list[Tensor](), anchor
+    books = [next(t for n, t in tensors.items() if n.startswith(f"{name}.{kind}")) for kind in ("predec", "succes")]
+    for slot, logits in enumerate(base):
+        unary, words = logits.topk(nested["selector_top_k"])
+        context = books[0][previous] * (tensors[f"{name}.hidden_projection.weight"] @ hidden[slot])
+        scores = (unary + books[1][words] @ context).log_softmax(0)
+        chain.append(scores.sort(descending=True).values)
+        previous = int(words[scores.argmax()])
+    return [base, torch.stack(chain), torch.zeros(0)]
+
+
+def fallen(tensors: Tensors, hidden: Tensor, rows: Tensor, table: Tensor, token: int) -> list[Tensor]:
+    """Logits of a block, and those of the greedy chain by Domino's GRU, which leaves the first token's as they are."""
+    base, chain = hidden @ rows.T, list[Tensor]()
+    state = torch.zeros(tensors["prefix_gru.weight_hh_l0"].shape[1])
+    for slot, logits in enumerate(base):
+        new = (tensors["prefix_gru.weight_ih_l0"] @ table[token]).chunk(3)
+        old = (tensors["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+        reset, keep = (new[0] + old[0]).sigmoid(), (new[1] + old[1]).sigmoid()
+        state = keep * state + (1 - keep) * (new[2] + reset * old[2]).tanh()
+        if slot:
+            inner = linear(torch.cat([hidden[slot], state]), tensors, "embed_proj.0")
+            logits = logits + linear(torch.nn.functional.silu(inner), tensors, "embed_proj.2")
+        chain.append(logits)
+        token = int(logits.argmax())
+    return [base, torch.stack(chain), torch.zeros(0)]
+
+
+def correlated(
+    tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, table: Tensor, context: Tensor
+) -> list[Tensor]:
+    """As `selected`, by LiLiCorr's transformer over the candidates."""
+    nested, eps = config["dflash_config"], config["rms_norm_eps"]
+    tensors = {name.removeprefix("lilicorr."): tensor for name, tensor in tensors.items()}
+    base = hidden @ rows.T
+    count, heads, block = nested["lilicorr_candidate_topk"], nested["lilicorr_num_heads"], config["block_size"]
+    probs, words = base.log_softmax(-1).topk(count)
+    states, slots = [], []
+
+    def updown(x: Tensor, name: str) -> Tensor:
+        return linear(torch.nn.functional.silu(linear(x, tensors, f"{name}.up_proj")), tensors, f"{name}.down_proj")
+
+    for slot in range(len(base)):
+        for rank in range(count):
+            p = probs[slot, rank]
+            known = torch.stack([p, p.exp(), p - probs[slot].max(), torch.tensor(rank / (count - 1)),
+                                 torch.tensor(float(rank == 0))])  # fmt: skip
+            known = (known - known.mean()) / (known.var(unbiased=False) + 1e-5).sqrt()
+            known = known * tensors["feature_norm.weight"] + tensors["feature_norm.bias"]
+            token = table[words[slot, rank]]
+            state = linear(token, tensors, "token_proj") if "token_proj.weight" in tensors else token
+            state = state + linear(hidden[slot], tensors, "pass_hidden_proj") + updown(known, "feature_mlp")
+            states.append(state + tensors["slot_embedding"][0, 0, slot, 0] + tensors["rank_embedding"][0, 0, 0, rank])
+            slots.append(slot)
+    x, place = torch.stack(states), torch.tensor(slots)
+    behind = place[:, None] - place
+    bias = tensors["relative_slot_bias"][:, behind + block - 1] + tensors["same_slot_bias"][:, None, None] * (
+        behind == 0
+    )
+    for layer in (f"layers.{number}" for number in range(nested["lilicorr_num_layers"])):
+        y = rms(x, tensors[f"{layer}.attn_norm.weight"], eps)
+        y = y @ tensors[f"{layer}.attn.in_proj_weight"].T + tensors[f"{layer}.attn.in_proj_bias"]
+        q, k, v = (part.reshape(len(x), heads, -1).transpose(0, 1) for part in y.chunk(3, -1))
+        y = ((q @ k.transpose(1, 2)) / math.sqrt(q.shape[-1]) + bias).softmax(-1) @ v
+        x = x + linear(y.transpose(0, 1).reshape(len(x), -1), tensors, f"{layer}.attn.out_proj")
+        x = x + updown(rms(x, tensors[f"{layer}.mlp_norm.weight"], eps), f"{layer}.mlp")
+    x = rms(x, tensors["output_norm.weight"], eps)
+    root = rms(linear(context, tensors, "context_proj"), tensors["anchor_norm.weight"], eps)
+    mixed = torch.cat([x, root.expand_as(x), x * root], -1)
+    mixed = torch.nn.functional.silu(linear(mixed, tensors, "factor_input_proj")).reshape(len(base), count, -1)
+
+    def unit(y: Tensor) -> Tensor:
+        return y / y.norm(dim=-1, keepdim=True).clamp(min=nested["lilicorr_vector_eps"])
+
+    inwards, outwards = (unit(linear(mixed, tensors, f"{name}_head")) for name in ("in", "out"))
+    at, chain = unit(linear(root, tensors, "anchor_out_head")), []
+    for slot in range(len(base)):
+        scores = (nested["lilicorr_logit_scale"] * inwards[slot] @ at).log_softmax(0)
+        chain.append(scores.sort(descending=True).values)
+        at = outwards[slot, scores.argmax()]
+    return [base, torch.stack(chain), torch.zeros(0)]
 
 
 def markov(
@@ -708,6 +833,43 @@ def markov_shapes(kind: str, rows: int = V, sure: int = RANK) -> dict[str, tuple
     return shapes
 
 
+def dflash2_shapes(taps: int = 2, group: int = 8, weight: str = "") -> dict[str, tuple[int, ...]]:
+    """Tensors of DFlash2's convolutions in two layers, and of its candidate selector."""
+    shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (RANK, H)}
+    shapes |= {f"candidate_selector.{kind}_codebook{weight}": (V, RANK) for kind in ("predecessor", "successor")}
+    for part in (f"layers.{layer}.{kind}_conv" for layer in range(2) for kind in ("attention", "mlp")):
+        shapes |= {f"{part}.base_kernel": (2, taps, H), f"{part}.kernel_projection.weight": (2 * taps * H // group, H)}
+    return shapes
+
+
+def lilicorr_shapes(size: int, block: int = 5, count: int = 4, heads: int = 2) -> dict[str, tuple[int, ...]]:
+    """Tensors of LiLiCorr's transformer, of one layer."""
+
+    def updown(name: str, outer: int, inner: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.up_proj.weight": (inner, outer), f"{name}.up_proj.bias": (inner,),
+                f"{name}.down_proj.weight": (size, inner), f"{name}.down_proj.bias": (size,)}  # fmt: skip
+
+    linears = {"pass_hidden_proj": (size, H), "context_proj": (size, H), "layers.0.attn.out_proj": (size, size),
+               "factor_input_proj": (size, 3 * size), "out_head": (6, size), "in_head": (6, size),
+               "anchor_out_head": (6, size), **({} if size == H else {"token_proj": (size, H)})}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, block - 1, 1, size),
+        "rank_embedding": (1, 1, 1, count, size), "relative_slot_bias": (heads, 2 * block - 1),
+        "same_slot_bias": (heads,), "layers.0.attn_norm.weight": (size,), "layers.0.mlp_norm.weight": (size,),
+        "layers.0.attn.in_proj_weight": (3 * size, size), "layers.0.attn.in_proj_bias": (3 * size,),
+        "output_norm.weight": (size,), "anchor_norm.weight": (size,),
+        **updown("feature_mlp", 5, size), **updown("layers.0.mlp", size, 2 * size),
+        **{f"{name}.weight": shape for name, shape in linears.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in linears.items()},
+    }  # fmt: skip
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
+
+
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 5, "emb_dim": RANK, "pure_draft_prefix_len": 1}
+LILICORR = {"lilicorr_enabled": True, "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16,
+            "lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6,
+            "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 7.0}  # fmt: skip
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 5}
 FULL, SLIDES = "full_attention", "sliding_attention"
 SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": RANK}
 
@@ -740,7 +902,7 @@ def speculators_block_fields(kind: str, layer: Config, **fields: Any) -> Config:
     own = {"aux_hidden_state_layer_ids": [2, 18], "block_size": 4, "mask_token_id": V - 1, "draft_vocab_size": V,
            "sample_from_anchor": kind == "dspark", "sliding_window_non_causal": False, "target_hidden_size": None,
            "speculators_version": "0.9.0", "tie_word_embeddings": False}  # fmt: skip
-    names = {"dflash": "DFlash", "dspark": "DSpark"}
+    names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     made = {"architectures": [f"{names[kind]}DraftModel"], "auto_map": {"": f"config.{names[kind]}SpeculatorConfig"}}
     return {**speculators_fields(kind, layer, **own), **made, **fields}
 
@@ -751,6 +913,10 @@ def block_examples() -> dict[str, Example]:
     rows, whole = {"lm_head.weight": (VD, H)}, {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
     one = {**block_shapes(1), **whole}
     mixed = {"window": 4, "nested": {"causal": False}}
+    domino: dict[str, tuple[int, ...]] = {
+        "prefix_gru.weight_ih_l0": (3 * 5, H), "prefix_gru.weight_hh_l0": (3 * 5, 5),
+        "embed_proj.0.weight": (RANK, H + 5), "embed_proj.2.weight": (V, RANK),
+    }  # fmt: skip
     nemo = {"architectures": ["Qwen3DFlashDraftModel"], "rope_scaling": LLAMA3, "attention_bias": True}
     kinds = {
         f"deepspec, {kind}": Example(
@@ -779,6 +945,43 @@ def block_examples() -> dict[str, Example]:
         "jetspec, windows": Example(
             "jetspec", zlab_fields(FULL, SLIDES, window=4, nested={"causal_head": True}), random_tensors(two),
             draft_block),
+        "dflash2": Example(
+            "dflash2", zlab_fields(FULL, FULL, architectures=["DFlash2DraftModel"], nested=DFLASH2),
+            random_tensors({**two, **dflash2_shapes()}), draft_block),
+        "dflash2, windows, factors": Example(
+            "dflash2",
+            zlab_fields(SLIDES, FULL, window=4, nested={
+                **DFLASH2, "conv_kernel_size": 3, "conv_group_size": 16, "input_embedding_scale": 2.0,
+                "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+            random_tensors({**two, **dflash2_shapes(3, 16, ".weight")}), draft_block),
+        **{
+            f"domino, {name}": Example(
+                "domino", zlab_fields(FULL, FULL, nested={**DOMINO, "shift_label": shifted}),
+                {f"model.{n}" if shifted else n: t for n, t in random_tensors({**two, **domino}).items()}, draft_block)
+            for name, shifted in (("from the root", True), ("behind the root", False))
+        },
+        "lilicorr": Example(
+            "lilicorr", zlab_fields(FULL, FULL, architectures=["LiLiCorrDraftModel"], nested=LILICORR),
+            random_tensors({**two, **lilicorr_shapes(16)}), draft_block),
+        "lilicorr, with convolutions": Example(
+            "lilicorr",
+            zlab_fields(FULL, FULL, nested={**LILICORR, "lilicorr_hidden_size": 0, "conv_kernel_size": 2,
+                                            "conv_group_size": 8}),
+            random_tensors({**two, **lilicorr_shapes(H),
+                            **{n: s for n, s in dflash2_shapes().items() if "_conv." in n}}), draft_block),
+        "speculators dflash2": Example(
+            "speculators-dflash2",
+            speculators_block_fields("dflash2", block_fields(SLIDES, FULL, window=4), **DFLASH2,
+                                     sliding_window_non_causal=True),
+            random_tensors({**two, **dflash2_shapes()}), draft_block),
+        "muse-glimmer": Example(
+            "muse-glimmer",
+            {name: value for name, value in block_fields(
+                SLIDES, FULL, window=4, architectures=["MuseGlimmerAssistantModel"], block_size=5,
+                mask_token_id=V - 1, target_layer_ids=[0, 16]).items() if name != "vocab_size"}
+            | {"model_type": "muse_glimmer_assistant"},
+            {name.replace("hidden_norm", "encoder.output_norm_enc").replace("fc.", "encoder.fc."): tensor
+             for name, tensor in random_tensors(two).items()}, draft_block),
         **kinds,
         "deepspec, plain": Example("deepspec", deepspec_fields(), random_tensors(one), draft_block),
         "deepspec, no markov": Example(

@@ -73,7 +73,8 @@ def differentiable(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, 
     tokens = torch.tensor([int(ids[anchor]), *[head.config.mask_token_id] * (size - 1)])
     embeddings = head.embedding_for(model)(tokens)[None].detach()
     slots = head(embeddings, anchor + torch.arange(size)[None], attend)
-    return BlockOutputs(head, stages_of(head, lm_head_rows(model, head.hot_token_ids)), ids[anchor][None], slots)
+    stages = stages_of(head, lm_head_rows(model, head.hot_token_ids))
+    return BlockOutputs(head, stages, ids[anchor][None], slots, head.embedding_for(model), slots[:, 0, :0])
 
 
 def slow_loss(

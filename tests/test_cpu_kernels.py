@@ -240,7 +240,7 @@ def block_outputs(dtype: torch.dtype, kind: str, size: int, root: int = 7) -> Bl
     roots = torch.tensor([5, 1099, root], dtype=torch.long, device="cpu")
 
     stages = replace(stages_of(head, lm_head), markov=PackedMarkov.of(head.markov_head))
-    return BlockOutputs(head, stages, roots, slots)
+    return BlockOutputs(head, stages, roots, slots, torch.nn.Embedding(1, 1), slots[:, 0, :0])
 
 
 @pytest.mark.parametrize("size", [40, 1000, 1003])

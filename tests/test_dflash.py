@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zoo
 from block_engines import Block, corrected
-from drafters import random_block
+from drafters import DFLASH2, DOMINO, LILICORR, random_block
 from hf_specdec import (
     DFlashConfig,
     DFlashHead,
@@ -48,6 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {"markov_rank": 4, "markov_head_type": "gated", "causal": True, "draft_vocab_size": 40},
     "rnn": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn", **SLIDING},
     "rnn behind the root": {"markov_rank": 4, "markov_head_type": "rnn"},
+    "dflash2": {**DFLASH2, **SLIDING, "sliding_causal": True},
+    "lilicorr": {**LILICORR, **DFLASH2, "selector_rank": 0, "selector_top_k": 0, "causal": True},
+    "domino": {**DOMINO, "causal": True},
+    "domino from the root": {**DOMINO, "sample_from_anchor": True},
     "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
                   "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
 }  # fmt: skip
@@ -139,7 +143,9 @@ def test_smaller_budgets_between_full_ones(small: Any, variant: str, wandering: 
         assert tree.tokens.tolist() == wanted.tokens.tolist()
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "gated", "rnn", "rnn behind the root"])
+@pytest.mark.parametrize(
+    "variant", ["vanilla", "gated", "rnn", "rnn behind the root", "domino", "domino from the root"]
+)
 def test_a_chain_of_a_markov_head_is_corrected_token_by_token(small: Any, variant: str) -> None:
     head = random_block(small, 7, **VARIANTS[variant])
     small.add_drafter(DFlashDrafter(head))
@@ -164,6 +170,34 @@ def test_children_depend_on_the_path_only_with_a_markov_head(small: Any) -> None
             found.add(children[0] != children[1])
         assert (True in found) is differ
         assert len(found) == 1 or differ
+
+
+@pytest.mark.parametrize("variant", ["dflash2", "lilicorr"])
+def test_pairs_of_candidates_give_the_likeliest_tree_of_all(small: Any, variant: str) -> None:
+    """Of all paths through the candidates, those with the greatest product of probabilities after the one above."""
+    head = random_block(small, 2, **VARIANTS[variant])
+    count, changed = head.config.num_candidates, 0
+    small.add_drafter(DFlashDrafter(head))
+    with pytest.raises(InvalidConfigError, match=f"has {count} candidates per depth, got top_k={count + 1}"):
+        generate(small, speculative={"method": "dflash", "top_k": count + 1})
+    config = {"method": "dflash", "top_k": count, "num_draft_tokens": 14}
+    for text, tokens, parents in steps_of(small, 1, **config)[0]:
+        candidates, log_probs = outputs_after(small, head, text).lattice
+        scores: dict[tuple[int, ...], float] = {(): 0.0}
+        for depth in range(candidates.shape[1]):
+            for path in [path for path in scores if len(path) == depth]:
+                row = log_probs[0, depth, path[-1] if path else 0].tolist()
+                scores |= {(*path, number): scores[path] + row[number] for number in range(count)}
+        del scores[()]
+        best = sorted(scores, key=lambda path: -scores[path])[:13]
+        wanted = {tuple(int(candidates[0, depth, number]) for depth, number in enumerate(path)) for path in best}
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, len(tokens)):
+            paths[node] = (*paths[parents[node]], tokens[node])
+        assert set(paths.values()) - {()} == wanted
+        unary = outputs_after(small, head, text).logits[0].argmax(-1)
+        changed += corrected(outputs_after(small, head, text))[1].tolist() != unary.tolist()
+    assert changed > 3, "the pairs decide"
 
 
 def test_jetspecs_rule_is_that_of_its_heads(small: Any) -> None:
@@ -271,7 +305,7 @@ def test_thresholds_that_are_refused(small: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------ answers
 
-HEADS = ["dflash", "jetspec", "window", "rnn", "own parts"]
+HEADS = ["dflash", "jetspec", "window", "rnn", "dflash2", "lilicorr", "own parts"]
 
 
 @pytest.mark.parametrize("variant", HEADS)
@@ -357,6 +391,12 @@ def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -
         ({"layer_types": ["chunked_attention"] * 2}, "each one of 'full_attention', 'sliding_attention'"),
         ({"mask_token_id": 96}, "outside the vocabulary of 96"),
         ({"markov_rank": 2, "markov_head_type": "lstm"}, "`markov_head_type` must be one of"),
+        ({**LILICORR, "lilicorr_num_heads": 3}, "must divide the hidden size 16"),
+        ({**LILICORR, **DFLASH2}, "not both"),
+        ({**DOMINO, "gru_hidden_dim": 0}, "`gru_hidden_dim` must be set for"),
+        ({"gru_hidden_dim": 4}, "`gru_hidden_dim` must be set for"),
+        ({**DOMINO, "confidence_head": True}, "confidence head .DSpark. or a Markov head of type 'domino'"),
+        ({"selector_rank": 2, "selector_top_k": 2, "markov_rank": 2}, "have no Markov head"),
         ({"confidence_with_markov": True, "confidence_head": True}, "needs `confidence_head` and a `markov_rank`"),
         ({"confidence_with_markov": True, "markov_rank": 2}, "needs `confidence_head` and a `markov_rank`"),
     ],
@@ -414,6 +454,9 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
     [
         ("causal window", "traced"),
         ("own parts", "traced"),
+        ("dflash2", "traced"),
+        ("lilicorr", "traced"),
+        ("domino", "traced"),
         pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
     ],
 )

@@ -57,6 +57,10 @@ HEADS: dict[str, tuple[Callable[[Any], Drafter], dict[str, Any]]] = {
         ),
         {"method": "dflash", "num_draft_tokens": 8},
     ),
+    "pairs of candidates": (
+        lambda model: DFlashDrafter(random_block(model, **drafters.DFLASH2)),
+        {"method": "dflash", "num_draft_tokens": 8},
+    ),
     "markov": (
         lambda model: DFlashDrafter(random_block(model, markov_rank=4, markov_head_type="rnn")),
         {"method": "dflash", "num_draft_tokens": 8},

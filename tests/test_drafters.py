@@ -207,7 +207,8 @@ def test_fields_that_do_not_apply(llama: Any) -> None:
     """Of every row: the trees that `accepts` leaves out are refused before any work, and the way out is named."""
     trees = {"dynamic", "static", "choices"}
     accepted = {
-        "eagle": trees, "eagle3": trees, "mtp": trees, "dflash": trees, "dspark": trees, "medusa": trees - {"dynamic"},
+        "eagle": trees, "eagle3": trees, "mtp": trees, "dflash": trees, "dspark": trees, "dflash2": trees,
+        "lilicorr": trees, "domino": trees, "medusa": trees - {"dynamic"},
         "draft_model": {"dynamic"}, "pard": {"dynamic"}, "early_exit": {"dynamic"},
     }  # fmt: skip
     for row in drafters.ROWS:

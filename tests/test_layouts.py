@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layouts
 import zoo
-from block_engines import Block, corrected
+from block_engines import Block, close, corrected
 from hf_specdec import (
     CheckpointFormatError,
     DFlashHead,
@@ -88,7 +88,7 @@ def test_reads_as_its_authors_do(name: str, tmp_path: Path) -> None:
     assert head.layout == example.layout
     target = layouts.target_for(num_layers(example), example.target_size)
     for ours, theirs in zip(draft(head, target), example.draft(example, target), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        close(ours, theirs)
     ids = layouts.token_ids(example.tensors)
     if head.hot_token_ids is not None:
         assert ids is not None
@@ -381,7 +381,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("", {"architectures": ["MLPSpeculatorPreTrainedModel"]}, STRAY, "MLP speculator"),
     ("", {"dflash_config": {}}, STRAY, "unknown tensors a.weight"),
     ("", {"speculators_model_type": "dspark"}, STRAY, "speculators-dspark.*unknown tensors a.weight"),
-    ("", {"speculators_model_type": "dflash2"}, STRAY, "is a DFlash2 drafter .speculators."),
+    ("", {"speculators_model_type": "dflash2"}, STRAY, "speculators-dflash2.*unknown tensors a.weight"),
+    ("dflash2", {"dflash_config.selector_bias": True}, {}, "unknown fields selector_bias"),
+    ("dflash2", {"dflash_config.selector_top_k": ...}, {}, "`selector_top_k` must both be set"),
+    ("dflash2", {"dflash_config.conv_group_size": ...}, {}, "`conv_group_size` must both be set"),
+    ("dflash2", {"dflash_config.conv_group_size": 5}, {}, "`conv_group_size` 5 must divide `hidden_size` 32"),
+    ("dflash2", {"dflash_config.selector_top_k": 65}, {}, "65 candidates exceed 64 tokens"),
+    ("dflash2", {"use_gemma_norm": True}, {}, "use_gemma_norm. is True"),
+    ("dflash2", {"draft_vocab_size": 24}, {"d2t": torch.arange(24), "lm_head.weight": torch.zeros(24, 32)},
+     "no Markov head and no draft vocabulary"),
+    ("lilicorr", {"dflash_config.lilicorr_logit_scale": ...}, {}, "config has no `lilicorr_logit_scale`"),
+    ("lilicorr", {"dflash_config.lilicorr_enabled": False}, {}, "lilicorr_enabled. is False"),
+    ("lilicorr", {"dflash_config.lilicorr_num_layers": 2}, {}, "missing tensors: lilicorr"),
+    ("lilicorr", {}, {"lilicorr.prior": torch.zeros(4)}, "unknown tensors: lilicorr.prior"),
+    ("speculators dflash2", {"selector_rank": 5}, {}, "wrong shapes: .*candidate_selector"),
     ("", {"speculators_model_type": "xpress"}, STRAY, "is an XPress drafter .speculators."),
     ("", {"architectures": ["Gemma4DSparkModel"]}, STRAY, "is a DSpark drafter with layers of Gemma 4"),
     ("", {"speculators_model_type": "peagle"}, STRAY, "its config names none"),
@@ -401,10 +414,16 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (MODELOPT, {"eagle_config": {**layouts.MODELOPT, "eh_proj_before_attn": True}}, {}, "eh_proj_before_attn"),
     (MODELOPT, {"num_hidden_layers": 3}, {"layers.2.input_layernorm.weight": torch.zeros(32)}, "a layer is missing"),
     (MODELOPT, {}, {"layers.1.self_attn.rotary.weight": torch.zeros(2, 2)}, "unknown tensors|missing tensors"),
-    ("dflash", {"dflash_config": {**NESTED, "projector_type": "domino"}}, {}, "is a Domino drafter"),
-    ("dflash", {}, {"prefix_gru.weight_ih_l0": torch.zeros(3, 32)}, "is a Domino drafter"),
-    ("dflash", {}, {"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)}, "is a DFlash2 drafter"),
-    ("dflash", {}, {"candidate_selector.hidden_projection.weight": torch.zeros(4, 32)}, "is a DFlash2 drafter"),
+    ("dflash", {"dflash_config": {**NESTED, "projector_type": "domino"}}, {}, "config has no `shift_label`"),
+    ("dflash", {}, {"prefix_gru.weight_ih_l0": torch.zeros(3, 32)}, "unknown tensors prefix_gru"),
+    ("domino, from the root", {"dflash_config.pure_draft_prefix_len": 2}, {}, "pure_draft_prefix_len.* is 2"),
+    ("domino, from the root", {"dflash_config.gru_layers": 2}, {}, "unknown fields gru_layers"),
+    ("domino, from the root", {"dflash_config.emb_dim": ...}, {}, "config has no `emb_dim`"),
+    ("domino, from the root", {"dflash_config.gru_hidden_dim": 6}, {}, "wrong shapes: .*prefix_gru"),
+    ("dflash", {}, {"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)},
+     "unknown tensors: layers.0.attention_conv"),
+    ("dflash", {}, {"candidate_selector.hidden_projection.weight": torch.zeros(4, 32)},
+     "unknown tensors: candidate_selector"),
     ("dflash", {}, {"refiner.mix_l": torch.zeros(4, 5, 5)}, "is an XPress drafter"),
     ("dflash", {"dflash_config": {**NESTED, "projector_type": "dspark"}}, {}, "projector_type 'dspark'"),
     ("dflash", {"dflash_config": {**NESTED, "projector_type": ["x"]}}, {}, r"projector_type \['x'\]"),

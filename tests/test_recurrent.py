@@ -567,7 +567,8 @@ def test_functions_are_as_before_after_an_error(error: type[BaseException], atta
 
 # ----------------------------------------------------------------------------------------------- drafters and others
 
-METHODS = ("early_exit", "draft_model", "dflash", "dspark", "eagle3", "medusa", "pard", "mtp", "hybrid", "lookahead")
+METHODS = ("early_exit", "draft_model", "dflash", "dspark", "dflash2", "lilicorr", "eagle3", "medusa", "pard", "mtp",
+           "hybrid", "lookahead", "domino")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)])

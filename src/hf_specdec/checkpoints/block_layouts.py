@@ -1,8 +1,8 @@
-"""The published layouts of block heads (DFlash, JetSpec, DSpark), both ways.
+"""The published layouts of block heads (DFlash, DFlash2, LiLiCorr, Domino, JetSpec, DSpark), both ways.
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for
-fields of the config that change masks.
+fields of the config that change masks; transformers 5.24 (`muse_glimmer_assistant`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ BLOCK_TENSORS = (
     r"layers\.\d{1,4}\.((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)|"
     r"[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))|"
     r"fc\.(weight|bias)|(hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|confidence_head\.proj\.(weight|bias)|"
-    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))"
+    r"markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias)|prefix_gru\.weight_[ih]h_l0|"
+    r"input_proj\.weight)|"
+    r"layers\.\d{1,4}\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)|"
+    r"candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)|lilicorr\.[\w.]{1,99}"
 )
 """Names of the tensors of block heads; others are those of relatives that are not read."""
+
+DFLASH_FIELDS = "target_layer_ids|mask_token|num_target_layers|causal|causal_head|use_swa|swa_window_size"
+"""Fields of `dflash_config` that are read here or describe what other fields do, besides those of the rows."""
 
 
 # ----------------------------------------------------------------------------------------------- reading
@@ -46,14 +52,23 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
         raise CheckpointFormatError(
             f"it has the unknown tensors {listed(unknown)}.", "Heads with these tensors are not supported."
         )
+    nested, read = fields.get("dflash_config"), "|".join((*layout.fields.values(), *layout.expected, DFLASH_FIELDS))
+    if layout.is_strict and isinstance(nested, dict):
+        unread = sorted(nested.keys() - {path.rpartition(".")[2] for path in read.split("|")})
+        if unread:
+            raise CheckpointFormatError(f"its dflash_config has the unknown fields {listed(unread)}.")
     count = layer_numbers(shapes, 0)
     for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
         if len(shapes.get(name, ())) != 2:
             raise CheckpointFormatError(f"{name} is missing, or not a matrix.")
     settings = {**layer_fields(layout, fields, shapes, windows=False), **known}
-    for name in ("block_size", "mask_token_id"):
+    if not layout.layer_config and fields.get("vocab_size") is None:
+        settings["vocab_size"] = 0
+    needed = {_LILICORR.name: LILICORR, _DOMINO.name: ("sample_from_anchor", "gru_hidden_dim", "markov_rank")}
+    for name in ("block_size", "mask_token_id", *needed.get(layout.name, ())):
         if name not in settings:
-            raise CheckpointFormatError(f"its config has no `{name}`.")
+            there = layout.fields.get(name, name).rpartition("|")[2].rpartition(".")[2]
+            raise CheckpointFormatError(f"its config has no `{there}`.")
     layer = fields[layout.layer_config] if layout.layer_config else fields
     if layer.get("num_hidden_layers", count) != count:
         raise CheckpointFormatError(
@@ -61,11 +76,14 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
         )
     if layout.layer_config:
         both_ways = _flag(fields, "sliding_window_non_causal")
+        both_ways = layout.name == _SPECULATORS_DFLASH2.name if both_ways is None else both_ways
         directions = {"causal": False, "sliding_causal": not both_ways, "window_from_anchor": True}
     else:
         names = ("dflash_config.causal_head", "is_causal", "dflash_config.causal")  # JetSpec's; vLLM's, in its order
         given = [value for value in (_flag(fields, name) for name in names) if value is not None]
         directions = {"causal": given[0], "sliding_causal": given[0]} if given else {}
+        if layout.is_strict:  # z-lab's default since its release 0.1
+            directions = directions or {"causal": False, "sliding_causal": True}
     if settings.get("confidence_head", False) is False:  # speculators' default for the other field is true
         settings["confidence_with_markov"] = False
     return {
@@ -75,7 +93,7 @@ def _settings(layout: Layout, fields: Fields, known: Fields, shapes: Shapes) -> 
         "aux_hidden_state_layer_ids": _layer_ids(layout, fields, shapes, count),
         "own_lm_head": "lm_head.weight" in shapes,
         **directions,
-        **_windows(fields, layer, count),
+        **_windows(layout, fields, layer, count),
     }
 
 
@@ -91,7 +109,7 @@ def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) 
         if len(ids) * size != width:
             raise CheckpointFormatError(f"fc.weight has {width} columns for {len(ids)} layers of size {size}.")
         # z-lab's code reads the last hidden state of transformers, which is after the final norm; JetSpec's does not
-        last = fields.get("num_target_layers") if layout.name == _ZLAB.name else None
+        last = fields.get("num_target_layers") if layout.name in (_ZLAB.name, _DFLASH2.name) else None
         return [LAST if number + offset == last else number + offset for number in ids]
     if num_layers * size != width or layout.layer_config:
         raise CheckpointFormatError(
@@ -100,7 +118,7 @@ def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) 
     return None
 
 
-def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
+def _windows(layout: Layout, fields: Fields, layer: Fields, num_layers: int) -> Fields:
     """Return the kind of attention of each layer and the sliding window; `layer` is the config of the layers."""
     types, window = layer.get("layer_types"), layer.get("sliding_window")
     if types is not None and not (isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)):
@@ -117,7 +135,8 @@ def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
     THIRD_PARTY_LAYER["sliding_window"].check("sliding_window", window)
     if len(types) != num_layers:
         raise CheckpointFormatError(f"`layer_types` is {shortened(types)} for {num_layers} layers.")
-    return {"layer_types": types, "sliding_window": window}
+    # transformers' bidirectional windows include the position at this distance
+    return {"layer_types": types, "sliding_window": window + (layout.name == _MUSE_GLIMMER.name)}
 
 
 def _flag(fields: Fields, path: str) -> bool | None:
@@ -137,6 +156,8 @@ def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
     return {
         "the format has norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
         "`fc` has no bias (train with bias=False)": config.bias,
+        "the format has no convolutions, no pairs of candidates and no GRU (keep the published files)":
+            bool(config.conv_kernel_size or config.num_candidates or config.gru_hidden_dim),
         "the MLP has no bias (train with mlp_bias=False)": config.mlp_bias,
         "biases of query, key and value require one of the output projection (train with attention_bias=True)":
             config.qkv_bias and not config.attention_bias,
@@ -180,11 +201,13 @@ def _dflash_refusals(head: DFlashHead) -> Mapping[str, bool]:
 
 
 def _speculators_refusals(head: DFlashHead) -> Mapping[str, bool]:
-    types = _types(head)
+    types, config = _types(head), head.config
     return {
         **_block_refusals(head),
         "its layers with full attention are bidirectional, those of this head are causal (dflash has causal ones)":
             FULL in types and head.config.causal,
+        "the format has no factors of embeddings and logits (dflash has them)":
+            config.input_embedding_scale is not None or (config.logit_multiplier, config.logit_softcap) != (1, None),
         "its sliding windows count from the root, those of this head from every slot (dflash has them)":
             SLIDING in types and not head.config.window_from_anchor,
     }  # fmt: skip
@@ -217,6 +240,8 @@ def _dflash_config(head: DFlashHead) -> Fields:
         own |= {"causal_head": True, "causal": True}
     elif SLIDING in _types(head):
         own["causal"] = False
+    factors = {theirs: getattr(config, ours) for ours, theirs in FACTORS.items()}
+    own |= {name: value for name, value in factors.items() if (name, value) != ("output_multiplier", 1) and value}
     if config.all_children != causal:  # JetSpec's trees are the reader's default for causal heads only
         own["all_children"] = config.all_children
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
@@ -294,6 +319,14 @@ def _speculators_readers(head: DFlashHead) -> str:
 
 # ----------------------------------------------------------------------------------------------- the rows
 
+FACTORS = {"input_embedding_scale": "input_embedding_scale", "logit_multiplier": "output_multiplier",
+           "logit_softcap": "final_logit_softcapping"}  # fmt: skip
+"""Factors of embeddings and logits: our field, z-lab's."""
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
+LILICORR = tuple(f"lilicorr_{name}" for name in (
+    "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim", "vector_eps", "logit_scale",
+))  # fmt: skip
+
 _ZLAB = Layout(
     name="dflash",
     head_class=DFlashHead,
@@ -306,6 +339,7 @@ _ZLAB = Layout(
         "all_children": "dflash_config.all_children",
         "num_target_layers": "num_target_layers",
         "base_model_name_or_path": "base_model_name_or_path",
+        **{ours: f"dflash_config.{name}|{name}" for ours, name in FACTORS.items()},
     },
     expected={
         "is_neox_style": True,
@@ -313,7 +347,7 @@ _ZLAB = Layout(
         "add_swa_attention_sink_bias": False,
         "logit_scale": 1,
     },
-    aliases=((r"model\.", ""),),
+    aliases=((r"(?:model\.)?(candidate_selector\.\w+_codebook)\.weight", r"\1"), (r"model\.", "")),
     unread=(ROTARY_BUFFER, "t2d"),
     layer_ids=(("dflash_config.target_layer_ids", (1,)), ("target_layer_ids", (1,))),
     format="dflash",
@@ -329,6 +363,61 @@ _JETSPEC = replace(
     marks={"dflash_config.causal_head": ...},  # false, too
     fixed={"all_children": True},
     format="",
+)
+_DFLASH2 = replace(
+    _ZLAB,
+    name="dflash2",
+    writers="DFlash2 (z-lab)",
+    marks={"dflash_config.selector_rank": ...},
+    fields={
+        **{ours: path for ours, path in _ZLAB.fields.items() if ours != "all_children"},
+        **{name: f"dflash_config.{name}" for name in CONVOLUTIONS},
+        **{name: f"dflash_config.{name}" for name in ("selector_rank", "selector_top_k")},
+    },
+    fixed={"input_embedding_scale": 1.0},
+    expected={**_ZLAB.expected, "use_gemma_norm": False, "rope_is_neox_style": True},
+    format="",
+    is_strict=True,
+)
+_LILICORR = replace(
+    _DFLASH2,
+    name="lilicorr",
+    writers="LiLiCorr (for SGLang)",
+    marks={"dflash_config.lilicorr_candidate_topk": ...},
+    fields={
+        **{ours: path for ours, path in _DFLASH2.fields.items() if not ours.startswith("selector_")},
+        **{name: f"dflash_config.{name}" for name in LILICORR},
+    },
+    expected={**_DFLASH2.expected, "dflash_config.lilicorr_enabled": True},
+)
+_DOMINO = replace(
+    _DFLASH2,
+    name="domino",
+    writers="Domino (for SGLang)",
+    marks={"dflash_config.projector_type|projector_type": "domino"},
+    fields={
+        **_ZLAB.fields,
+        "sample_from_anchor": "dflash_config.shift_label|shift_label",
+        "gru_hidden_dim": "dflash_config.gru_hidden_dim|gru_hidden_dim",
+        "markov_rank": "dflash_config.emb_dim|emb_dim",
+    },
+    fixed={"input_embedding_scale": 1.0, "markov_head_type": "domino"},
+    expected={**_DFLASH2.expected, "dflash_config.pure_draft_prefix_len|pure_draft_prefix_len": 1,
+              "dflash_config.projector_type|projector_type": "domino"},
+    aliases=((r"(?:model\.)?prefix_gru\.", "markov_head.prefix_gru."),
+             (r"(?:model\.)?embed_proj\.0\.", "markov_head.input_proj."),
+             (r"(?:model\.)?embed_proj\.2\.", "markov_head.markov_w2."), (r"model\.", "")),
+)  # fmt: skip
+_MUSE_GLIMMER = Layout(
+    name="muse-glimmer",
+    head_class=DFlashHead,
+    writers="transformers (Muse-Glimmer's assistant)",
+    marks={"model_type": "muse_glimmer_assistant"},
+    settings_of=_settings,
+    fields={name: name for name in ("block_size", "mask_token_id", "base_model_name_or_path")},
+    fixed={"input_embedding_scale": 1.0},
+    renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+    layer_ids=(("target_layer_ids", (1,)),),
 )
 _DEEPSPEC = Layout(
     name="deepspec",
@@ -373,6 +462,19 @@ _SPECULATORS_DSPARK = replace(
     fixed={"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True, "confidence_with_markov": True},
     format="",  # written as the one above, with another type
 )
+_SPECULATORS_DFLASH2 = replace(
+    _SPECULATORS_DFLASH,
+    name="speculators-dflash2",
+    writers="speculators (vLLM), DFlash2",
+    marks={"speculators_model_type": "dflash2"},
+    fields={**_SPECULATORS_DFLASH.fields,
+            **{name: name for name in (*CONVOLUTIONS, "selector_rank", "selector_top_k")}},
+    fixed={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    format="",
+)  # fmt: skip
 
-BLOCK_LAYOUTS = (_SPECULATORS_DFLASH, _SPECULATORS_DSPARK, _DEEPSPEC, _JETSPEC, _ZLAB)
+BLOCK_LAYOUTS = (
+    _SPECULATORS_DFLASH, _SPECULATORS_DFLASH2, _SPECULATORS_DSPARK, _DEEPSPEC, _MUSE_GLIMMER, _DOMINO, _LILICORR,
+    _DFLASH2, _JETSPEC, _ZLAB,
+)  # fmt: skip
 """All layouts of block heads; the first that matches is used."""

@@ -103,6 +103,7 @@ HEAD_ARCHITECTURES = (
     "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel",
     "PEagleDraftModel", "PeagleLlamaForCausalLM", "LlamaForCausalLMPeagle",
+    "MuseGlimmerAssistantModel",
 )  # fmt: skip
 
 
@@ -130,11 +131,10 @@ def target_name(fields: Fields) -> Any:
 
 # ----------------------------------------------------------------------------------------------- kinds not read
 
-SPECULATORS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
+SPECULATORS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 """Values of `speculators_model_type` that are read."""
 
 UNREAD_SPECULATORS = {
-    "dflash2": "a DFlash2 drafter (speculators)",
     "xpress": "an XPress drafter (speculators)",
     "mlp": "an MLP speculator (speculators)",
     "independent": "an independent draft model (speculators)",
@@ -143,7 +143,9 @@ UNREAD_ARCHITECTURES = {
     "MLPSpeculatorPreTrainedModel": "an MLP speculator",
 }
 
-DSPARK_LAYERS = {"": "DeepSeek-V4", "DeepseekV4": "DeepSeek-V4", "K3": "Kimi-K3", "KimiK3": "Kimi-K3"}
+DSPARK_LAYERS = {
+    "": "DeepSeek-V4", "DeepseekV4": "DeepSeek-V4", "Gemma4": "Gemma 4", "K3": "Kimi-K3", "KimiK3": "Kimi-K3"
+}  # fmt: skip
 """Models with whose layers DSpark drafters are made, by what precedes `DSpark` in the name of their class."""
 
 
@@ -153,18 +155,12 @@ def _unsupported(fields: Fields, names: Names) -> str | None:
     First come relatives of DFlash whose layers or selection of tokens differ.
     """
     projector = lookup(fields, "dflash_config.projector_type")
-    if projector == "domino" or any("prefix_gru." in name for name in names):
-        return "a Domino drafter, whose recurrent network reads the tokens chosen so far"
-    if any("_conv.base_kernel" in name or name.startswith("candidate_selector.") for name in names):
-        return "a DFlash2 drafter, whose layers have convolutions over the block and which selects candidates itself"
     is_block = names & {"hidden_norm.weight", "model.hidden_norm.weight"}
     is_xpress = lookup(fields, "dflash_config.xpress_rank|xpress_rank") is not None
     if is_xpress or (is_block and any(name.endswith("mix_l") or "readout" in name for name in names)):
         return "an XPress drafter, which refines the block's logits in several passes"
-    if projector not in (None, "dflash") and "dflash_config" in fields:
+    if projector not in (None, "dflash", "domino") and "dflash_config" in fields:
         return f"a DFlash drafter with the projector_type {shortened(projector)}"
-    if fields.get("architectures") == ["Gemma4DSparkModel"]:
-        return "a DSpark drafter with layers of Gemma 4"
     kind = fields.get("speculators_model_type")
     if kind is not None and kind not in SPECULATORS:
         known = UNREAD_SPECULATORS.get(kind) if isinstance(kind, str) else None

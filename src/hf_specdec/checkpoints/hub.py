@@ -261,7 +261,7 @@ def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: A
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         dtype=str(head.dtype).removeprefix("torch."),
         files={file.name: file.stat().st_size for file in checkpoint.files.files},
-        vocabulary=config.vocab_size,
+        vocabulary=config.vocab_size or None,
         draft_vocabulary=config.draft_vocab_size,
         layers_read=layers,
         ambiguous=[] if head.ambiguity is None else head.ambiguity.open_fields,
@@ -279,7 +279,8 @@ def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: A
 
 METHOD_BY_WORD = {
     "eagle": "eagle", "hass": "eagle", "medusa": "medusa", "dflash": "dflash", "jetspec": "dflash", "dspark": "dflash",
-    "mtp": "mtp", "pard": "pard", "speculator": "eagle", "it-assistant": "draft_model",
+    "lilicorr": "dflash", "domino": "dflash", "glimmer-30b-assistant": "dflash", "mtp": "mtp", "pard": "pard",
+    "speculator": "eagle", "it-assistant": "draft_model",
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 

@@ -71,6 +71,7 @@ class Layout:
     layer_config: str = ""  # path of the draft layer's config; "" is the top level
     of_verifier: bool = False  # the layer config is that of the whole target; its first layer type is used
     layer_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of layer ids, with their possible offsets
+    is_strict: bool = False  # unknown fields of `dflash_config` are refused
     unsure_of_norm_output: bool = False  # `norm_output: true` may be wrong, see `heads/readings.py`
 
     # ---- both ways

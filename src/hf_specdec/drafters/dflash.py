@@ -4,13 +4,15 @@ Sources: DFlash (https://github.com/z-lab/dflash) for the block, JetSpec (https:
 trees from one block, DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads.
 
 Every depth of a block has one distribution, which a Markov head may correct. Without one, all nodes of a depth have
-the same children (`trees/product.py`). With one, the children of a node get the logits of their depth plus the
+the same children, unless a head scores pairs of candidates (DFlash2): then they have the same candidates, with other
+probabilities. With a Markov head, the children of a node get the logits of their depth plus the
 correction for the node's token, so branches depend on their path. The correction costs one product of size rank x
 draft vocabulary per node with children.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,6 +35,7 @@ from hf_specdec.trees.growth import (
     Level,
     StaticLevels,
     TreeShape,
+    best_children,
     children_of_likeliest,
     grow,
     growable,
@@ -96,6 +99,12 @@ class DFlashDrafter(LayerDrafter):
                 f"num_steps={limits.budget.num_steps}.",
                 f"Set num_steps to {deepest} or less.",
             )
+        if 0 < self.head.config.num_candidates < limits.budget.top_k:
+            raise InvalidConfigError(
+                f"This head has {self.head.config.num_candidates} candidates per depth, got top_k="
+                f"{limits.budget.top_k}.",
+                "Set top_k to that or less.",
+            )
         return limits
 
     def functions(self, model: PreTrainedModel) -> HeadFunctions:
@@ -119,26 +128,35 @@ class BlockFunctions(HeadFunctions):
         The outputs of a causal block do not depend on later slots.
         """
         config = self.head.config
-        depth = min(budget.num_steps, largest.num_steps) if config.causal else largest.num_steps
+        ends = config.causal and not config.lilicorr_candidate_topk  # LiLiCorr's transformer is not causal
+        depth = min(budget.num_steps, largest.num_steps) if ends else largest.num_steps
         return DraftPlan(reachable(budget) if levels is None else levels, depth + (not config.sample_from_anchor))
 
     def read_prompt(self, prompt: Entries, padding: PromptPadding | None, cache: TreeCache) -> Tensor:
         """See `HeadFunctions`."""
         positions = torch.arange(prompt.path.shape[1], dtype=torch.long, device=prompt.path.device)
         positions = positions.expand(prompt.path.shape) if padding is None else token_positions(padding)
-        return self._append(prompt.features, positions, cache)
+        self._append(prompt.features, positions, cache)
+        return self._last(prompt.features[:, -1:])
 
     def read(self, committed: Committed, features: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """See `HeadFunctions`; block heads read no tokens, and a draft needs no output of the last entry."""
+        """See `HeadFunctions`; block heads read no tokens, and only LiLiCorr's need the last entry's context."""
         positions = committed.first_positions + (valid.cumsum(-1) - 1).clamp(min=0)
-        return self._append(features, positions, committed.slots.cache(0, features.shape[1]))
+        self._append(features, positions, committed.slots.cache(0, features.shape[1]))
+        last = torch.where(valid, torch.arange(valid.shape[1], device=valid.device), 0).amax(-1)[:, None, None]
+        return self._last(features.gather(1, last.expand(-1, -1, features.shape[-1]).to(features.device)))
 
-    def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
         device = self.head.device
         states = self.stages.fuse(features.to(device, self.head.dtype), positions.to(device))
         for layer in range(len(states) // 2):
             cache.update(states[2 * layer], states[2 * layer + 1], layer)
-        return features[:, :1, :0]
+
+    def _last(self, features: Tensor) -> Tensor:
+        """Return the context `[B, 1, D]` of entries with these features if the head needs it, else `[B, 1, 0]`."""
+        if not self.head.config.lilicorr_candidate_topk:
+            return features[:, :, :0]
+        return self.head.fuse(features.to(self.head.device, self.head.dtype)).to(features.device)
 
     def draft(self, committed: Committed, roots: Tensor, last: Tensor, plan: DraftPlan) -> Draft:
         """See `HeadFunctions`."""
@@ -153,7 +171,8 @@ class BlockFunctions(HeadFunctions):
             committed.slots.cache(0, size),
             [masks[window] for window in head.layer_windows],
         )
-        return grow_block(BlockOutputs(head, self.stages, roots, outputs), plan.shape, self.threshold)
+        block = BlockOutputs(head, self.stages, roots, outputs, self.embedding, last[:, 0])
+        return grow_block(block, plan.shape, self.threshold)
 
 
 @dataclass(frozen=True)
@@ -164,6 +183,8 @@ class BlockOutputs:
     stages: Stages
     roots: Tensor  # [B]
     slots: Tensor  # [B, S, Dh] outputs of the block, on the head's device; the tree is grown on that of the roots
+    embedding: Callable[[Tensor], Tensor]  # of tokens, as in the block
+    context: Tensor  # [B, Dh] of the token before the root; [B, 0] if the head does not need it
 
     @property
     def hidden(self) -> Tensor:
@@ -175,6 +196,20 @@ class BlockOutputs:
         """Logits `[B, D, Vd]` of each depth, without corrections."""
         return self.stages.score(self.hidden)
 
+    @cached_property
+    def lattice(self) -> tuple[Tensor, Tensor]:
+        """The candidates `[B, D, C]` of each depth, and their log-probabilities `[B, D, C, C]` after each one above.
+
+        At depth 0, all rows are those after the root.
+        """
+        log_probs, candidates = best_children(self.logits, self.head.config.num_candidates)
+        if self.head.config.selector_rank:
+            roots = self.roots.to(candidates.device)
+            scores = self.head.candidate_selector(roots, candidates, log_probs, self.hidden)
+        else:
+            scores = self.head.lilicorr(self._embed(candidates), log_probs, self.hidden, self.context.to(self.hidden))
+        return candidates, scores.log_softmax(-1, dtype=torch.float32).clamp(max=0)
+
     @property
     def packed_markov(self) -> PackedMarkov | None:
         """The Markov head's weights for the CPU kernel; None if it cannot grow the tree."""
@@ -183,23 +218,36 @@ class BlockOutputs:
             return None
         return packed
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens.to(self.roots.device)).to(self.slots)
+
     def children(self, tokens: Tensor, state: Tensor, depth: int, top_k: int) -> Level:
         """Return the `top_k` best children of K nodes at a depth, 0 for the root, given their tokens `[B, K]`.
 
-        `state` `[B, K, r]` is the Markov head's before these tokens; unused without such a head.
+        `state` `[B, K, state size]` is the Markov head's before these tokens; unused without such a head.
         """
-        logits, count, device = self.logits[:, depth, None], tokens.shape[1], self.roots.device
+        count, device = tokens.shape[1], self.roots.device
+        if self.head.config.num_candidates:
+            candidates, log_probs = self.lattice
+            above = candidates[:, max(depth - 1, 0), None] == tokens.to(candidates.device)[:, :, None]
+            rows = log_probs[:, depth].gather(1, above.int().argmax(-1, keepdim=True).expand(-1, -1, above.shape[-1]))
+            values, index = rows.topk(top_k, dim=-1)
+            return Level(
+                state, values.to(device), candidates[:, depth, None].expand_as(rows).gather(-1, index).to(device)
+            )
+        logits = self.logits[:, depth, None]
         if self.head.config.markov_rank:
             hidden = self.hidden[:, depth, None].expand(-1, count, -1)
-            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
-            logits = logits + self.head.markov_head.markov_w2(numbers)
+            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state, self._embed)
+            if depth or not self.head.config.gru_hidden_dim:
+                logits = logits + self.head.markov_head.markov_w2(numbers)
         level = scored(state, logits, top_k, self.head.hot_token_ids)
         return Level(
             state, level.log_probs.to(device).expand(-1, count, -1), level.tokens.to(device).expand(-1, count, -1)
         )
 
     def start(self) -> Tensor:
-        """Return the Markov head's state `[B, 1, r]` before the root; empty, r = 0, without such a head."""
+        """Return the Markov head's state `[B, 1, state size]` before the root; of size 0 without such a head."""
         if self.head.config.markov_rank:
             return self.head.start_state(self.roots[:, None].to(self.slots.device), self.slots[:, :1])
         return self.slots[:, :1, :0]
@@ -236,7 +284,8 @@ def grow_block(outputs: BlockOutputs, shape: TreeShape, confidence_threshold: fl
 
 def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
     roots, top_k, head = outputs.roots, shape.top_k, outputs.head
-    if isinstance(shape, Budget) and not head.config.markov_rank:
+    pairs = bool(head.config.num_candidates)
+    if isinstance(shape, Budget) and not (head.config.markov_rank or pairs):
         best = scored(outputs.hidden, outputs.logits, top_k, outputs.head.hot_token_ids)
         rule = children_of_likeliest if head.config.all_children else likeliest_nodes
         return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
@@ -254,4 +303,7 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         return outputs.children(tokens, above.features.gather(1, index), depth, top_k)
 
     root = outputs.children(roots[:, None], outputs.start(), 0, top_k)
-    return grow(roots, root, expand, shape)
+    # pairs are scored already, so all nodes that could be kept are expanded, as if children did not depend on them
+    return grow(
+        roots, root, expand, shape, expanded=shape.num_nodes - 1 if pairs and isinstance(shape, Budget) else None
+    )

@@ -199,7 +199,7 @@ class DraftHead(PreTrainedModel):
         """
         own = self.config
         hidden_size = getattr(own, "target_hidden_size", None) or own.hidden_size
-        if own.vocab_size is None:  # unknown for Medusa heads without lm_heads
+        if not own.vocab_size:  # unknown for Medusa heads without lm_heads, and in Muse-Glimmer's files
             own.vocab_size = target_config.vocab_size
         for size, wanted in (("hidden_size", hidden_size), ("vocab_size", own.vocab_size)):
             if getattr(target_config, size) != wanted:

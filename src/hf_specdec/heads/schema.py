@@ -163,14 +163,28 @@ EAGLE3: Mapping[str, Rule] = {
 
 DFLASH: Mapping[str, Rule] = {
     **{name: rule for name, rule in EAGLE.items() if name not in ("bias", "layernorms")},
+    "vocab_size": integer(0, MAX_VOCABULARY),
     "num_hidden_layers": integer(1, MAX_PARTS),
     "num_target_layers": integer(1, 2**16),
     "block_size": integer(1, MAX_STEPS),
     "mask_token_id": TOKEN,
     "aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
     "layer_types": list_of(one_of("full_attention", "sliding_attention"), MAX_PARTS),
+    **dict.fromkeys(("input_embedding_scale", "logit_multiplier", "logit_softcap"), number(1e-6, 1e6)),
+    "conv_kernel_size": integer(0, MAX_STEPS),
+    "selector_top_k": integer(0, MAX_TOP_K),
+    **dict.fromkeys(
+        ("conv_group_size", "selector_rank", "lilicorr_hidden_size", "gru_hidden_dim"), integer(0, MAX_WIDTH)
+    ),
+    "lilicorr_candidate_topk": integer(0, MAX_TOP_K),
+    "lilicorr_num_layers": integer(1, MAX_PARTS),
+    "lilicorr_num_heads": integer(1, MAX_HEADS),
+    "lilicorr_factor_dim": integer(1, MAX_WIDTH),
+    "lilicorr_mlp_ratio": number(1e-2, 1e2),
+    "lilicorr_vector_eps": number(1e-15, 1),
+    "lilicorr_logit_scale": number(1e-6, 1e6),
     "markov_rank": integer(0, MAX_WIDTH),
-    "markov_head_type": one_of("vanilla", "gated", "rnn"),
+    "markov_head_type": one_of("vanilla", "gated", "rnn", "domino"),
     **dict.fromkeys(("bias", "causal", "sliding_causal", "window_from_anchor", "sample_from_anchor"), TRUTH),
     **dict.fromkeys(("confidence_head", "confidence_with_markov", "own_lm_head", "all_children"), TRUTH),
 }

@@ -113,7 +113,7 @@ def traced_stages(head: EagleFamilyHead | DFlashHead, lm_head: nn.Module | None,
         finally:
             _ATTEND.reset(token)
 
-    has_kernel = is_block and head.config.markov_rank and head.device.type == "cpu"
+    has_kernel = is_block and head.config.markov_rank and head.device.type == "cpu" and not head.config.gru_hidden_dim
     traced = Stages(
         fuse,
         read,

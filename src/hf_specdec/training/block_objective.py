@@ -111,6 +111,11 @@ class DFlashObjective(Objective):
 
     def __init__(self, head: DFlashHead, target: PreTrainedModel, config: DFlashTrainingConfig) -> None:
         super().__init__(head, target, config)
+        if head.config.conv_kernel_size or head.config.num_candidates or head.config.gru_hidden_dim:
+            raise InvalidConfigError(
+                "Block heads with convolutions, pairs of candidates or Domino's GRU cannot be trained here.",
+                "Train them with their authors' code or speculators, and load the result.",
+            )
         if config.growing and not head.config.causal:
             raise InvalidConfigError(
                 "`growing` needs a causal head: in others, a slot's output depends on how many slots follow.",

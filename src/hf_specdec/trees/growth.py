@@ -265,11 +265,11 @@ TreeShape = Budget | StaticLevels
 """Shape of a tree to grow: dynamic within a budget, or static."""
 
 
-def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape) -> Draft:
+def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape, expanded: int | None = None) -> Draft:
     """Grow a tree with `grow_static` or `grow_dynamic`."""
     if isinstance(shape, StaticLevels):
         return grow_static(roots, root, expand, shape)
-    return grow_dynamic(roots, root, expand, shape)
+    return grow_dynamic(roots, root, expand, shape, expanded)
 
 
 # ----------------------------------------------------------------------------------------------- likeliest ranks
