@@ -45,8 +45,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3054, "cli": 2525, "control": 1095, "cpu": 1824,
-    "drafters": 6017, "fusion": 761, "generation": 3620, "heads": 2798, "reporting": 375, "training": 4245,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3155, "cli": 2525, "control": 1095, "cpu": 1824,
+    "drafters": 6069, "fusion": 761, "generation": 3620, "heads": 3116, "reporting": 375, "training": 4250,
     "trees": 681, "verification": 6718, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""

@@ -193,7 +193,9 @@ class Hub:
     """A Hub with a few repositories; `HfApi` of this process."""
 
     endpoint = "https://hub.test"
-    tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5}
+    tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5,
+                        "org/Model-8B-LiLiCorr": 4, "org/Domino-for-it": 3,
+                        "meta/Muse-Glimmer-30B-assistant": 2}  # fmt: skip
     named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None}
 
     def list_models(self, *, limit: int, sort: str, filter: str = "", search: str = "") -> list[Any]:
@@ -211,7 +213,9 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hub, "HfApi", Hub)
     assert find_heads(TARGET) == [
         PublishedHead("z-lab/Model-8B-DFlash", "dflash", 1200), PublishedHead("yuhuili/EAGLE3-Model-8B", "eagle", 900),
-        PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("amd/PARD-Model-8B", "pard", 0),
+        PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("org/Model-8B-LiLiCorr", "dflash", 4),
+        PublishedHead("org/Domino-for-it", "dflash", 3),
+        PublishedHead("meta/Muse-Glimmer-30B-assistant", "dflash", 2), PublishedHead("amd/PARD-Model-8B", "pard", 0),
     ]  # fmt: skip
     assert find_heads("org/another") == []
 

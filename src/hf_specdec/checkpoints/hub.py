@@ -279,7 +279,8 @@ def inspect_head(repo_or_path: str | Path, *, subfolder: str = "", **download: A
 
 METHOD_BY_WORD = {
     "eagle": "eagle", "hass": "eagle", "medusa": "medusa", "dflash": "dflash", "jetspec": "dflash", "dspark": "dflash",
-    "glimmer-30b-assistant": "dflash", "mtp": "mtp", "pard": "pard", "speculator": "eagle",
+    "lilicorr": "dflash", "domino": "dflash", "glimmer-30b-assistant": "dflash", "mtp": "mtp", "pard": "pard",
+    "speculator": "eagle",
 }  # fmt: skip
 """Method that a word in a repository's name stands for; the first that occurs counts."""
 
