@@ -414,7 +414,7 @@ def draft_block(example: Example, target: Target) -> list[Tensor]:
         return correlated(tensors, config, hidden[1:], rows, table, context[0, -1])
     if "prefix_gru.weight_ih_l0" in tensors:
         return fallen(tensors, hidden[0 if nested["shift_label"] else 1 :], rows, table, int(anchor))
-    base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
+    base, ids, previous, state = logits_of(hidden, rows, config), token_ids(tensors), anchor, torch.tensor(0.0)
     chain, sure = [], []
     for slot in range(size):
         correction, embedded, state = markov(tensors, config, previous, hidden[slot], state)
@@ -448,12 +448,17 @@ def convolved(x: Tensor, tensors: Tensors, name: str, kernel: Tensor | None = No
     return out, after
 
 
-def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anchor: int) -> list[Tensor]:
-    """Logits of a block, and the log-probabilities of the candidates along the greedy path, the best first."""
+def logits_of(hidden: Tensor, rows: Tensor, config: Config) -> Tensor:
+    """Logits with z-lab's factor and bound."""
     nested = config.get("dflash_config", config)
     base = hidden @ rows.T * nested.get("output_multiplier", 1.0)
-    if bound := nested.get("final_logit_softcapping"):
-        base = (base / bound).tanh() * bound
+    bound = nested.get("final_logit_softcapping")
+    return (base / bound).tanh() * bound if bound else base
+
+
+def selected(tensors: Tensors, config: Config, hidden: Tensor, rows: Tensor, anchor: int) -> list[Tensor]:
+    """Logits of a block, and the log-probabilities of the candidates along the greedy path, the best first."""
+    nested, base = config.get("dflash_config", config), logits_of(hidden, rows, config)
     name, chain, previous = "candidate_selector", list[Tensor](), anchor
     books = [next(t for n, t in tensors.items() if n.startswith(f"{name}.{kind}")) for kind in ("predec", "succes")]
     for slot, logits in enumerate(base):
@@ -935,6 +940,10 @@ def block_examples() -> dict[str, Example]:
         "dflash, scaled, with biases": Example(
             "dflash", zlab_fields(FULL, FULL, **nemo),
             {f"model.{name}": t for name, t in random_tensors(block_shapes(bias=True)).items()}, draft_block),
+        "dflash, factors": Example(
+            "dflash", zlab_fields(FULL, FULL, nested={
+                "input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+            random_tensors(two), draft_block),
         "dflash of vLLM, cut vocabulary": Example(
             "dflash", zlab_fields(FULL, FULL, draft_vocab_size=VD),
             {**random_tensors({**two, **rows}), "d2t": frequent["d2t"]}, draft_block),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("peagle of NeMo", "speculators"),
         ("dflash", "dflash"),
         ("dflash", "speculators"),
+        ("dflash, factors", "dflash"),
         ("dflash, windows", "dflash"),
         ("dflash, windows of every layer", "dflash"),
         ("dflash, scaled, with biases", "dflash"),
@@ -267,6 +269,11 @@ CONFIG = {
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
+def read(name: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_head(EXAMPLES[name].write(Path(folder)))
+
+
 def untied_heads() -> MedusaHeads:
     """Two blocks per head, of which the second has learnt something else."""
     heads = MedusaHeads(MedusaConfig(32, 64, medusa_num_layers=2, shared_lm_head=False))
@@ -308,6 +315,10 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "hidden size of the head"),
         (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
+        (lambda: read("dflash, factors"), "speculators", "no factors of embeddings and logits"),
+        (lambda: read("dflash2"), "dflash", "no convolutions, no pairs of candidates and no GRU"),
+        (lambda: read("domino, from the root"), "speculators", "no convolutions, no pairs of candidates and no GRU"),
+        (lambda: read("muse-glimmer"), "dflash", "vocabulary is not known"),
         (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for DFlashHead or Eagle3Head, this is MtpHead"),
         (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators-mtp", "norms of queries and keys"),
         (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, sliding_window=4)), "speculators-mtp", "sliding window"),

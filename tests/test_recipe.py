@@ -193,7 +193,9 @@ class Hub:
     """A Hub with a few repositories; `HfApi` of this process."""
 
     endpoint = "https://hub.test"
-    tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5}
+    tagged: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "org/Model-8B-GGUF": 9000, "other/medusa-for-it": 5,
+                        "org/Model-8B-LiLiCorr": 4, "org/Domino-for-it": 3,
+                        "meta/Muse-Glimmer-30B-assistant": 2}  # fmt: skip
     named: ClassVar = {"yuhuili/EAGLE3-Model-8B": 900, "z-lab/Model-8B-DFlash": 1200, "amd/PARD-Model-8B": None,
                        "aws/Model-8B-P-EAGLE": 4, "x/EAGLE4-Model-8B": 3, "y/uno-Model-8B": 2, "z/Model-8B-NVFP4": 50,
                        "z/Model-8B-DFlash-NVFP4": 1, "org/Model-8B-it-assistant": 2}  # fmt: skip
@@ -214,7 +216,9 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_heads(TARGET) == [
         PublishedHead("z-lab/Model-8B-DFlash", "dflash", 1200), PublishedHead("yuhuili/EAGLE3-Model-8B", "eagle", 900),
         PublishedHead("other/medusa-for-it", "medusa", 5), PublishedHead("aws/Model-8B-P-EAGLE", "eagle", 4),
+        PublishedHead("org/Model-8B-LiLiCorr", "dflash", 4), PublishedHead("org/Domino-for-it", "dflash", 3),
         PublishedHead("x/EAGLE4-Model-8B", "eagle4", 3, is_read=False),
+        PublishedHead("meta/Muse-Glimmer-30B-assistant", "dflash", 2),
         PublishedHead("org/Model-8B-it-assistant", "draft_model", 2),
         PublishedHead("y/uno-Model-8B", "uno", 2, is_read=False),
         PublishedHead("z/Model-8B-DFlash-NVFP4", "nvfp4", 1, is_read=False),

@@ -40,7 +40,7 @@ BLOCK_TENSORS = (
 """Names of the tensors of block heads; others are those of relatives that are not read."""
 
 DFLASH_FIELDS = "target_layer_ids|mask_token|num_target_layers|causal|causal_head|use_swa|swa_window_size"
-"""Fields of `dflash_config` that are read here or describe what other fields do, besides those of the rows."""
+"""Fields of `dflash_config` that are read here or describe what other fields do; the rows have more."""
 
 
 # ----------------------------------------------------------------------------------------------- reading
@@ -166,6 +166,7 @@ def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
             LAST in (config.aux_hidden_state_layer_ids or ()),
         "the layers that the head reads are not known (load it with model.load_drafter first)":
             config.aux_hidden_state_layer_ids is None,
+        "the target's vocabulary is not known (load it with model.load_drafter first)": not config.vocab_size,
         "the format uses the target's embedding, but this head has its own (model.load_drafter drops one that equals "
         "the target's)": config.own_embedding,
         "over the whole vocabulary the format uses the target's lm_head, but this head has its own (train with "

@@ -212,8 +212,9 @@ class MarkovHead(nn.Module):
         """
         if self.kind == "domino":
             assert embedding is not None
-            new = nn.functional.linear(embedding(tokens).to(state), self.prefix_gru.weight_ih_l0).chunk(3, dim=-1)
-            old = nn.functional.linear(state, self.prefix_gru.weight_hh_l0).chunk(3, dim=-1)
+            gru: Any = self.prefix_gru
+            new = nn.functional.linear(embedding(tokens).to(state), gru.weight_ih_l0).chunk(3, dim=-1)
+            old = nn.functional.linear(state, gru.weight_hh_l0).chunk(3, dim=-1)
             reset, keep = (new[0] + old[0]).sigmoid(), (new[1] + old[1]).sigmoid()
             state = keep * state + (1 - keep) * (new[2] + reset * old[2]).tanh()
             return nn.functional.silu(self.input_proj(torch.cat([hidden, state], dim=-1))), state
@@ -248,10 +249,11 @@ class BlockConvolution(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.taps, self.group_size = config.conv_kernel_size, config.conv_group_size
-        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, config.hidden_size))
-        self.base_kernel.data[:, 0] = 1.0
         count = 2 * self.taps * config.hidden_size // self.group_size
         self.kernel_projection = nn.Linear(config.hidden_size, count, bias=False)
+        base = self.kernel_projection.weight.new_zeros(2, self.taps, config.hidden_size)
+        base[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(base)
 
     def forward(self, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the convolved output of `part`, given its input `[B, T, D]` before the convolution."""
@@ -293,11 +295,9 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(
-            torch.empty(config.vocab_size, config.selector_rank).normal_(std=0.02)
-        )
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank).normal_(std=0.02))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        zeros, shape = self.hidden_projection.weight.new_zeros, (config.vocab_size, config.selector_rank)
+        self.predecessor_codebook, self.successor_codebook = nn.Parameter(zeros(shape)), nn.Parameter(zeros(shape))
 
     def forward(self, roots: Tensor, candidates: Tensor, unary: Tensor, hidden: Tensor) -> Tensor:
         """Return scores `[B, S, C, C]` of each depth's candidates (last) after each of those above.
@@ -362,10 +362,12 @@ class CandidateTransformer(nn.Module):
         self.token_proj = nn.Identity() if size == outer else nn.Linear(outer, size)
         self.pass_hidden_proj, self.context_proj = nn.Linear(outer, size), nn.Linear(outer, size)
         self.feature_norm, self.feature_mlp = nn.LayerNorm(5), UpDown(5, size, size)
-        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, depths, 1, size))
-        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, config.lilicorr_candidate_topk, size))
-        self.relative_slot_bias = nn.Parameter(torch.zeros(config.lilicorr_num_heads, 2 * config.block_size - 1))
-        self.same_slot_bias = nn.Parameter(torch.zeros(config.lilicorr_num_heads))
+        count, heads = config.lilicorr_candidate_topk, config.lilicorr_num_heads
+        zeros = self.context_proj.weight.new_zeros
+        self.slot_embedding = nn.Parameter(zeros(1, 1, depths, 1, size))
+        self.rank_embedding = nn.Parameter(zeros(1, 1, 1, count, size))
+        self.relative_slot_bias = nn.Parameter(zeros(heads, 2 * config.block_size - 1))
+        self.same_slot_bias = nn.Parameter(zeros(heads))
         self.layers = nn.ModuleList(CandidateLayer(config, size) for _ in range(config.lilicorr_num_layers))
         self.output_norm, self.anchor_norm = (LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * size, size)
