@@ -269,7 +269,7 @@ def test_a_drafter_has_no_name_of_another_method(llama: Any, monkeypatch: pytest
     head.save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(head_loading, "assistant_config", lambda *_: pytest.fail("read before the name was checked"))
-        for name in ("auto", "hybrid", "prompt_lookup", "ngram", "draft_model"):
+        for name in ("auto", "hybrid", "prompt_lookup", "ngram", "lookahead"):
             with pytest.raises(InvalidConfigError, match=taken.format(name)):
                 llama.load_drafter(tmp_path, name=name)
     for name in ("auto", "hybrid", "eagle", "token_recycling"):

@@ -258,7 +258,8 @@ def test_random_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "BY_NAME", {drafters.GEMMA4.name: drafters.GEMMA4})
     monkeypatch.setattr(fuzz, "MODELS", ("gemma4_text",))
     monkeypatch.setattr(fuzz, "DRAFTERS", (drafters.GEMMA4.name,))
-    monkeypatch.setattr(fuzz, "TOLERANCE", {"rtol": 1e-3, "atol": 1e-4, "equal_nan": True})
+    for name, value in {"rtol": 1e-3, "atol": 1e-4}.items():  # this model's hidden states round more
+        monkeypatch.setitem(fuzz.TOLERANCE, name, value)
     found = [fuzz.check(fuzz.case(number)) for number in range(30)]
     assert found.count("equal") > 15
 

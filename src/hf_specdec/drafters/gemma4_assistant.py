@@ -5,7 +5,8 @@ embedding of a token and a hidden state, the assistant predicts the next token a
 hidden state is the target's last one. All drafted nodes have the position of the root and see the committed text, but
 not each other: a level of a tree is one forward, and the hidden states stand for the path.
 
-There is one difference: after a partly accepted draft, transformers leaves the keys of rejected tokens visible.
+Drafts equal those of the source if that gets the outputs of one forward over the text. In its own loop, the keys of
+rejected tokens stay visible, and its cache drops the first keys of the window.
 """
 
 from __future__ import annotations
