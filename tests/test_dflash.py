@@ -328,8 +328,12 @@ def test_caches_from_the_call_before_are_continued(small: Any, variant: str) -> 
 def test_prompts_of_embeddings_and_of_one_token(small: Any, variant: str) -> None:
     small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
-    for ids in (prompts(1)[0], torch.tensor([[7]]), torch.tensor([[7], [9]])):
-        given: dict[str, Any] = {**options, "attention_mask": torch.ones_like(ids)}
+    padded = prompts(3)
+    for ids, mask in (
+        padded,
+        *((ids, torch.ones_like(ids)) for ids in (prompts(1)[0], torch.tensor([[7]]), torch.tensor([[7], [9]]))),
+    ):
+        given: dict[str, Any] = {**options, "attention_mask": mask}
         plain = small.generate(ids, **given)
         assert torch.equal(plain, small.generate(ids, speculative=TREE, **given))
         assert small.last_speculation.num_drafted_tokens > 0

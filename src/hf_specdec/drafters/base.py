@@ -50,7 +50,7 @@ class DraftContext:
     Args:
         input_ids: `[B, P]`, padding included; P = 0 if the prompt was given as embeddings, which happens only without
             `needs.token_ids`.
-        padding: The padding of the prompt; None if there is none.
+        padding: The padding of the prompt, also of embeddings; None if there is none.
         roots: `[B]`, the emitted tokens, which are the roots of the first trees.
         features: Features of the prompt, without tokens whose keys the user passed, or of the part within
             `Drafter.feature_window`; None if not needed.
@@ -74,7 +74,8 @@ class DraftContext:
 
     def texts(self) -> list[list[int]]:
         """Return each row's prompt without padding, followed by its root, on the host; reads the device once."""
-        return unpadded(torch.cat([self.input_ids, self.roots[:, None]], dim=1), self.padding)
+        padding = None if self.padding is None else self.padding.last(self.input_ids.shape[1])
+        return unpadded(torch.cat([self.input_ids, self.roots[:, None]], dim=1), padding)
 
 
 def unpadded(tokens: Tensor, padding: PromptPadding | None) -> list[list[int]]:

@@ -104,10 +104,11 @@ class _Loop:
         call.text.stream(call.streamer)
         with self.time("draft"):
             width, padding = call.input_ids.shape[1], target.padding
+            prompt = call.model_kwargs["inputs_embeds"] if not width else call.input_ids
             launches = decides_on_device(call.rule, call.text, roots.device)
             context = DraftContext(
                 input_ids=call.input_ids,
-                padding=None if padding is None else padding.last(width),
+                padding=None if padding is None else padding.last(prompt.shape[1]),
                 roots=roots,
                 features=prefill.features,
                 # not those of the last chunk alone
