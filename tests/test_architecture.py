@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1030, "bench": 994, "checkpoints": 3061, "cli": 2525, "control": 1095, "cpu": 1824,
-    "drafters": 6261, "fusion": 761, "generation": 3639, "heads": 2798, "reporting": 375, "training": 4245,
+    "drafters": 6268, "fusion": 761, "generation": 3639, "heads": 2798, "reporting": 375, "training": 4245,
     "trees": 681, "verification": 6743, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
