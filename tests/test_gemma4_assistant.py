@@ -330,6 +330,9 @@ def test_refused_by_name(gemma: Any) -> None:
         Gemma4AssistantDrafter(assistant).start(SimpleNamespace(model=gemma, supports_trees=False), None, None)  # type: ignore[arg-type]
     set_attention_name(assistant.config.get_text_config(), "flash_attention_2")
     refused(assistant, "runs with flash_attention_2, which takes no masks", UnsupportedModelError)
+    few = gemma4_assistant(gemma, sparse=True)
+    few.masked_embedding.centroid_intermediate_top_k = 13
+    refused(few, "scores 13 of 12 centroids of equal size, which 96 tokens cannot have")
     unread = gemma4_assistant(gemma, sparse=True)
     unread.masked_embedding.token_ordering.zero_()
     refused(unread, "`token_ordering` of Gemma4AssistantForCausalLM does not list every token once")

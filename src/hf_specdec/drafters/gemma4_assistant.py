@@ -98,6 +98,13 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
                 'Load it with attn_implementation="sdpa".',
             )
         head = self.assistant.masked_embedding
+        if head is not None and (
+            config.vocab_size % head.num_centroids or head.centroid_intermediate_top_k > head.num_centroids
+        ):
+            raise DrafterMismatchError(
+                f"The sparse head of {name} scores {head.centroid_intermediate_top_k} of {head.num_centroids} "
+                f"centroids of equal size, which {config.vocab_size} tokens cannot have."
+            )
         if head is not None and sorted(head.token_ordering.tolist()) != list(range(config.vocab_size)):
             raise DrafterMismatchError(
                 f"The `token_ordering` of {name} does not list every token once: it was not loaded.",
