@@ -192,7 +192,8 @@ class SlowEagle:
 
 def slow_dynamic_tree(slow: SlowEagle, num_steps: int, k: int, num_nodes: int) -> set[tuple[int, ...]]:
     """EAGLE-2 in words: expand the k best of each level (all for P-EAGLE), then keep the best nodes of all."""
-    most = k if getattr(slow.head.config, "mask_token_id", None) is None else None
+    config = getattr(getattr(slow, "head", None), "config", None)  # an MTP module has none
+    most = k if getattr(config, "mask_token_id", None) is None else None
     candidates: list[tuple[float, tuple[int, ...]]] = []
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(num_steps):

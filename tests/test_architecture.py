@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3252, "cli": 2526, "control": 1154, "cpu": 1824,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3252, "cli": 2528, "control": 1154, "cpu": 1824,
     "drafters": 6713, "fusion": 761, "generation": 3654, "heads": 3132, "reporting": 375, "training": 4255,
     "trees": 685, "verification": 6743, "viz": 996,
 }  # fmt: skip

@@ -368,7 +368,7 @@ def test_a_conversation_goes_on_with_what_was_said(model_path: Path, monkeypatch
 
 def test_the_help_names_every_method() -> None:
     named = set(re.findall(r"\w+", METHODS)) - {"experimental"}
-    own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard")}
+    own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard", "grammar")}
     assert named - {"auto", "hybrid"} == own
     assert sorted(ALIASES) == sorted(alias for row in registry.methods().values() for alias in row.aliases)
     assert own | {ASSISTANT_METHOD, *FROM_PYTHON} == set(registry.methods())

@@ -25,7 +25,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     assert found["transformers"] == transformers.__version__
     assert {"device", "python", "accelerate", "methods", "commit"} <= found.keys()
     assert found["methods"].startswith("plain, auto, hybrid, eagle")
-    assert found["methods"].endswith("early_exit, last_logits, draft_model, pard")  # first as in the help
+    assert found["methods"].endswith("early_exit, last_logits, draft_model, pard, grammar")  # first as in the help
     monkeypatch.setattr(doctor, "_kernels", lambda: ("avx2", ""))
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
     monkeypatch.setattr(doctor, "_version", lambda name: "not installed" if name == "peft" else "1")

@@ -208,7 +208,7 @@ def test_fields_that_do_not_apply(llama: Any) -> None:
     trees = {"dynamic", "static", "choices"}
     accepted = {
         "eagle": trees, "eagle3": trees, "mtp": trees, "dflash": trees, "dspark": trees, "dflash2": trees,
-        "lilicorr": trees, "domino": trees, "medusa": trees - {"dynamic"},
+        "lilicorr": trees, "domino": trees, "peagle": trees, "medusa": trees - {"dynamic"},
         "draft_model": {"dynamic"}, "pard": {"dynamic"}, "early_exit": {"dynamic"},
     }  # fmt: skip
     for row in drafters.ROWS:

@@ -407,7 +407,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("lilicorr", {}, {"lilicorr.prior": torch.zeros(4)}, "unknown tensors: lilicorr.prior"),
     ("speculators dflash2", {"selector_rank": 5}, {}, "wrong shapes: .*candidate_selector"),
     ("", {"speculators_model_type": "xpress"}, STRAY, "is an XPress drafter .speculators."),
-    ("", {"architectures": ["Gemma4DSparkModel"]}, STRAY, "is a DSpark drafter with layers of Gemma 4"),
+    ("", {"architectures": ["Gemma4DSparkModel"]}, STRAY, "with layers of Gemma 4 or settings"),
     ("", {"speculators_model_type": "peagle"}, STRAY, "its config names none"),
     ("", {"speculators_model_type": ["x"]}, STRAY, "of the unknown type"),
     ("peagle of NeMo", {}, {"mask_hidden": ...}, "of a P-EAGLE head, but there is no tensor mask_hidden"),

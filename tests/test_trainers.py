@@ -303,7 +303,7 @@ def test_a_head_for_the_old_weights_is_left_out(model: Any, monkeypatch: pytest.
                 parameter.copy_(parameter.flip(0))
     after = [share_of_queries() for _ in range(3)]
     assert before > 0.9
-    assert 0.3 > after[0] > after[1] > after[2], after
+    assert 0.3 > after[0] > after[1] >= after[2], after
 
 
 def test_a_copy_for_reference_learns_by_itself(model: Any) -> None:

@@ -187,8 +187,11 @@ ALIASES = ("ngram",)
 ASSISTANT_METHOD = "draft_model"
 """Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that loads one."""
 
-FROM_PYTHON = {"pard": "Use it from Python: model.load_drafter(path_or_hub_id)."}
-"""Methods with another part that no command loads, and what to do instead."""
+FROM_PYTHON = {
+    "pard": ("an assistant model that no command can load", "Use it from Python: model.load_drafter(path_or_hub_id)."),
+    "grammar": ("a logits processor with a grammar", "Pass one to generate() in Python, as logits_processor=."),
+}
+"""Methods with another part that no command loads: that part, and what to do instead."""
 
 FORWARDS = {"kernels": "CPU kernels", "inductor": "inductor's programs", "cuda_graph": "captured graphs"}
 """Values of `SpeculationStats.forwards`, except `"eager"`, in words."""
@@ -202,9 +205,8 @@ def check_method_names(names: Iterable[str], others: Sequence[str] = (), *, assi
     listed = (*others, *METHOD_NAMES)
     for name in names:
         if name in FROM_PYTHON:
-            raise DrafterMismatchError(
-                f"The method {name!r} needs an assistant model that no command can load.", FROM_PYTHON[name]
-            )
+            part, hint = FROM_PYTHON[name]
+            raise DrafterMismatchError(f"The method {name!r} needs {part}.", hint)
         if name == ASSISTANT_METHOD and not assistant:
             raise DrafterMismatchError(
                 f"The method {name!r} needs an assistant model, but none is given.",
