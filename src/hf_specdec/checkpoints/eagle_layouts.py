@@ -143,7 +143,7 @@ def _eagle3_settings(layout: Layout, fields: Fields, known: Fields, shapes: Shap
         )
     is_parallel = fields.get("parallel_drafting") or "peagle" in str(fields.get("architectures")).lower()
     if is_parallel and "mask_hidden" not in shapes:
-        raise CheckpointFormatError("The config is that of a P-EAGLE head, but there is no tensor mask_hidden.")
+        raise CheckpointFormatError("The config describes a P-EAGLE head, but the tensor mask_hidden is missing.")
     rows = shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in shapes and rows not in (0, settings["vocab_size"]):
         raise CheckpointFormatError(

@@ -61,9 +61,9 @@ STALE_STEPS = 50
 lasting change, such as other load or a faster clock, affects all widths."""
 
 RETRY_STEPS = 300
-"""A width that was unused for this many steps, times its cost in plain steps, is assumed to cost 63 % less, but not
-less than a narrower one, so that it is tried and a bad measurement corrected. A width that is 10 % slower than the
-best one is tried about every 30 steps, one that takes twice as long every 400: this wastes less than 0.5 %."""
+"""A width that takes as long as k plain steps is assumed to cost 63 % less once it was unused for k times this many
+steps, but not less than a narrower one: so it is tried again, and a bad measurement corrected. A width that is 10 %
+slower than the best one is tried every 30 steps, one that takes twice as long every 400: under 0.5 % of the time."""
 
 
 # ------------------------------------------------------------------------------------------- timing forwards
@@ -243,7 +243,7 @@ class StepCosts:
         """
         current, narrower, retried = self._current(), 0.0, {}
         for width, seconds in current.items():
-            assumed = seconds * exp(-self._unvisited[width] / (RETRY_STEPS * seconds / current[1]))
+            assumed = seconds * exp(-self._unvisited[width] * current[1] / (RETRY_STEPS * seconds))
             narrower = retried[width] = max(assumed, min(seconds, narrower))
         whole = self._by_width(retried)
         return whole if share == 1 else tuple(_at(whole, width * share) for width in range(1, len(whole) + 1))

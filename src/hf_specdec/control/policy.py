@@ -271,9 +271,10 @@ class HeadSchedule:
         self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
     def time_opening(self, tokens: int, seconds: float) -> None:
-        """Update the average time of reading a prompt of this many tokens, given its seconds, see `Opening`."""
-        per_token, known = max(seconds, 0.0) / max(tokens, 1), self.opening_seconds
-        self.opening_seconds = _average_time(known, per_token, FASTER_SMOOTHING) if known else per_token
+        """Update the average time of reading a prompt, given its tokens and the seconds beyond those of one token."""
+        if tokens > 1:
+            per_token, known = max(seconds, 0.0) / tokens, self.opening_seconds
+            self.opening_seconds = _average_time(known, per_token, FASTER_SMOOTHING) if known else per_token
 
     def choose(
         self, without: Width, rows: int, opening: Opening | None = None, tokens_left: float = inf

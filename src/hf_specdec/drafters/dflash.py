@@ -303,7 +303,4 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         return outputs.children(tokens, above.features.gather(1, index), depth, top_k)
 
     root = outputs.children(roots[:, None], outputs.start(), 0, top_k)
-    # pairs are scored already, so all nodes that could be kept are expanded, as if children did not depend on them
-    return grow(
-        roots, root, expand, shape, expanded=shape.num_nodes - 1 if pairs and isinstance(shape, Budget) else None
-    )
+    return grow(roots, root, expand, shape, expands_all=pairs)  # pairs are scored already

@@ -64,7 +64,7 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
         """Check that the assistant was made for a target like this one.
 
         Raises:
-            DrafterMismatchError: The assistant or the model is no Gemma 4, or they differ in sizes.
+            DrafterMismatchError: The assistant or the model is not a Gemma 4, or their sizes differ.
             UnsupportedModelError: The assistant has an attention implementation without masks.
         """
         own, config, name = self.assistant.config, text_config(model), type(self.assistant).__name__
@@ -125,7 +125,7 @@ class Gemma4AssistantDrafter(DraftModelDrafter):
 def source_layers(config: Any) -> dict[str, int]:
     """Return the layer of each type whose keys and values are shared: the last one that computes them itself.
 
-    Example: of 3 sliding and 1 full layers, the last 2 of which share, the sliding layer 1; no full layer.
+    Example: with three sliding layers and one full layer, of which the last two share, only sliding layer 1.
     """
     own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     return {kind: index for index, kind in enumerate(own)}

@@ -113,7 +113,7 @@ def last_of_few(mask: Tensor) -> list[int]:
 
 
 class Vocabulary:
-    """A byte-pair encoder made from the bytes of the tokens alone: of all pairs, that with the lowest id is merged.
+    """A byte-pair encoder that needs only the bytes of the tokens: it merges the pair with the lowest id first.
 
     The ids of byte-level vocabularies (GPT-2, Llama 3, Qwen, ...) are in the order of their merges.
 

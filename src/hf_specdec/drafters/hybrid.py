@@ -247,8 +247,7 @@ class MergedSource:
     limits: Budget
     num_queries: int = 0
     query_seconds: float = 0.0
-    opening: Opening | None = None  # until the first query
-    first: tuple[int, float] | None = None  # levels and seconds of the first draft, while not learned from
+    opening: Opening | None = None  # until the first query, if what it takes is known
 
     def limits_within(self, budget: Budget, stats: QueryStats) -> Budget:
         """Return the budget of a query for a merged tree: a chain if that has `top_k` 1."""
@@ -358,11 +357,9 @@ class _HybridSession(DraftSession):
         levels = max(row.depth for row in candidates)
         if usual:
             schedule.time_levels(levels, answer.seconds)
-        elif not head.num_queries:
-            head.first, head.opening = (levels, answer.seconds), None
-        if head.first and schedule.level_seconds:  # what its levels did not take was the prompt
-            schedule.time_opening(self._prompt_tokens, head.first[1] - head.first[0] * schedule.level_seconds)
-            head.first = None
+        elif schedule.level_seconds and one_time_work() == before:  # a call's first draft, not that of the process
+            schedule.time_opening(self._prompt_tokens, answer.seconds - (levels + 1) * schedule.level_seconds)
+        head.opening = None
         return answer
 
     def _schedule(self, head: MergedSource) -> HeadSchedule:

@@ -265,11 +265,11 @@ TreeShape = Budget | StaticLevels
 """Shape of a tree to grow: dynamic within a budget, or static."""
 
 
-def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape, expanded: int | None = None) -> Draft:
-    """Grow a tree with `grow_static` or `grow_dynamic`."""
+def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape, *, expands_all: bool = False) -> Draft:
+    """Grow a tree with `grow_static` or `grow_dynamic`; `expands_all`: every node that could be kept."""
     if isinstance(shape, StaticLevels):
         return grow_static(roots, root, expand, shape)
-    return grow_dynamic(roots, root, expand, shape, expanded)
+    return grow_dynamic(roots, root, expand, shape, max(shape.num_nodes - 1, 1) if expands_all else None)
 
 
 # ----------------------------------------------------------------------------------------------- likeliest ranks
@@ -344,7 +344,7 @@ def reachable(budget: Budget) -> Budget:
     return replace(budget, num_nodes=size)
 
 
-def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: TreeShape) -> Draft:
+def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, shape: TreeShape) -> Draft:
     """Return the tree of the likeliest nodes; ties go to the shallower node, then to the lower ranks.
 
     A static shape determines the nodes, whatever their probability.
@@ -352,7 +352,7 @@ def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Tr
     Args:
         roots: `[B]` root tokens.
         log_probs, tokens: `[B, D, W]` the W best tokens at each depth, best first; log-probabilities are at most 0.
-        budget: Size or shape of the tree; its depth and width must not exceed D and W.
+        shape: Size or shape of the tree; its depth and width must not exceed D and W.
     """
     scores = log_probs.float()
 
@@ -364,9 +364,7 @@ def likeliest_nodes(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Tr
     def expand(frontier: Tensor, _above: Level, _parents: Tensor, _seen: Tensor, depth: int) -> Level:
         return level(depth, frontier.shape[1])
 
-    if isinstance(budget, StaticLevels):
-        return grow_static(roots, level(0, 1), expand, budget)
-    return grow_dynamic(roots, level(0, 1), expand, budget, expanded=max(budget.num_nodes - 1, 1))
+    return grow(roots, level(0, 1), expand, shape, expands_all=True)
 
 
 def children_of_likeliest(roots: Tensor, log_probs: Tensor, tokens: Tensor, budget: Budget) -> Draft:
