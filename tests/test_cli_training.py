@@ -179,7 +179,7 @@ def test_a_head_goes_on_with_the_openings_of_answers(
 def no_model(monkeypatch: Patch) -> None:
     """Whoever loads the weights of a target has begun to work."""
 
-    def load_target(*_: Any) -> Any:
+    def load_target(*_: Any, **__: Any) -> Any:
         raise AssertionError("a target was loaded")
 
     monkeypatch.setattr("hf_specdec.cli.training_run.load_target", load_target)

@@ -23,6 +23,8 @@ from hf_specdec import (
 from hf_specdec.cpu.library import NoKernelsError
 from hf_specdec.cpu.quantized import PackedWeight
 from hf_specdec.generation import gguf_file
+from hf_specdec.generation.loading import load_target
+from hf_specdec.training.teachers import ModelTeacher
 
 gguf = pytest.importorskip("gguf")
 
@@ -223,6 +225,17 @@ def test_what_cannot_be_loaded_is_refused_before_a_tensor_is_read(
     with pytest.raises(SpeculativeDecodingError, match=message) as failure:
         load_gguf(write(tmp_path / "broken.gguf", architecture, tensors, fields))
     assert failure.value.hint
+
+
+def test_rounded_answers_are_those_of_another_target(tmp_path: Path) -> None:
+    """An interrupted `distill` goes on only with a target that is multiplied in the same way."""
+    path = make(tmp_path)
+    exact, rounded = (
+        ModelTeacher(load_target(str(path), torch.float32, round_activations=rounds)[0], 1).facts()
+        for rounds in (False, True)
+    )
+    assert exact.pop("packed") != rounded.pop("packed")
+    assert exact == rounded
 
 
 def test_broken_files_and_wrong_dtypes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hf_specdec.cli.parameters import (
     Data,
     Json,
     ModelOption,
+    RoundActivations,
     TrainingPrecision,
     check_picture,
     check_places,
@@ -195,6 +196,7 @@ def tree(
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the tree to this file. Needs matplotlib.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing --plot file.")] = False,
     dtype: TrainingPrecision = "bfloat16",
+    round_activations: RoundActivations = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest static tree for a head on this device and store it in the head's config."""
@@ -206,7 +208,7 @@ def tree(
             "Give a new directory, or the head's own.",
         )
     check_picture(plot, "training", force=force)
-    check_places(model, drafter, data)
+    check_places(model, drafter, data, round_activations=round_activations)
     with importing(shown=not as_json):
         from hf_specdec import training, viz
         from hf_specdec.checkpoints.hub import load_head
@@ -217,7 +219,7 @@ def tree(
         head = load_head(drafter)
     head.check_sizes(load_config(model).get_text_config(decoder=True))
     conversations = load_conversations(data, model, 2048)[:limit]
-    target, _ = load_training_target(model, dtype, shown=not as_json)
+    target, _ = load_training_target(model, dtype, shown=not as_json, round_activations=round_activations)
     head = head.to(target.device, target.dtype)
     with working("Measuring acceptance and the time of verification", shown=not as_json):
         search = training.search_tree(

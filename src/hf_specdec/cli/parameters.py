@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from hf_specdec import records
-from hf_specdec.checkpoints.sources import head_directory, model_directory
+from hf_specdec.checkpoints.sources import head_directory, is_gguf, model_directory
 from hf_specdec.config import ENTRY_POINTS
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.validation import unknown_method
@@ -78,6 +78,9 @@ Precision = Annotated[
     Dtype, typer.Option(help=f"{_PRECISION_HELP} Identical token ids are guaranteed in float32 only.")
 ]
 TrainingPrecision = Annotated[Dtype, typer.Option(help=_PRECISION_HELP)]
+RoundActivations = Annotated[
+    bool, typer.Option("--round-activations", help="With a GGUF model: multiply in 8 bits, as llama.cpp does.")
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -144,6 +147,7 @@ class TrainOptions:
         typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
     ] = None
     dtype: TrainingPrecision = "bfloat16"
+    round_activations: RoundActivations = False
     as_json: Json = False
 
 
@@ -216,8 +220,17 @@ def check_method_names(names: Iterable[str], others: Sequence[str] = (), *, assi
             raise unknown_method(name, listed)
 
 
-def check_places(model: str | None = None, head: str | None = None, data: Iterable[str] = ()) -> None:
-    """Check that the directories and files which a user names exist; a name that may be a Hub id is accepted."""
+def check_places(
+    model: str | None = None, head: str | None = None, data: Iterable[str] = (), *, round_activations: bool = False
+) -> None:
+    """Check that the directories and files which a user names exist; a name that may be a Hub id is accepted.
+
+    With `round_activations`, the model must be a GGUF file.
+    """
+    if round_activations and (model is None or not is_gguf(model)):
+        raise InvalidConfigError(
+            "--round-activations is for a target in a GGUF file.", "Give --model FILE.gguf, or drop it."
+        )
     if model is not None:
         model_directory(model)
     if head is not None:

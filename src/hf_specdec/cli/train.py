@@ -18,6 +18,7 @@ from hf_specdec.cli.parameters import (
     LearningRate,
     ModelOption,
     Output,
+    RoundActivations,
     Seed,
     TrainingPrecision,
     TrainOptions,
@@ -67,11 +68,14 @@ def distill_data(
     ] = False,
     seed: Seed = 0,
     dtype: TrainingPrecision = "bfloat16",
+    round_activations: RoundActivations = False,
     as_json: Json = False,
 ) -> None:
     """Generate training data: let the target model answer prompts."""
     if prompts is None and not invent:
         raise InvalidConfigError("There are no prompts.", "Give --prompts or --invent N.")
+    if server is not None and round_activations:
+        raise InvalidConfigError("--round-activations is for a target that runs here.", "Drop it, or --server.")
     if server is None and (server_model is not None or unseeded):
         option = "--unseeded" if server_model is None else "--server-model"
         raise InvalidConfigError(f"{option} needs a server.", "Give --server URL, or drop it.")
@@ -79,7 +83,7 @@ def distill_data(
     if server is not None:
         require_package("openai", "Distilling from a server", "training")
     check_writable_directory(output, "--output")
-    check_places(model, data=[] if prompts is None else [prompts])
+    check_places(model, data=[] if prompts is None else [prompts], round_activations=round_activations)
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.training_run import load_training_target, print_result
@@ -98,7 +102,7 @@ def distill_data(
     )  # fmt: skip
     target: Any
     if server is None:
-        target, tokenizer = load_training_target(model, dtype, shown=not as_json)
+        target, tokenizer = load_training_target(model, dtype, shown=not as_json, round_activations=round_activations)
     else:
         tokenizer = load_tokenizer(model)
         target = training.ServerTeacher(
@@ -280,7 +284,7 @@ def _train(
     more = read_object_option(options.more, "--arguments")
     check_writable_directory(options.output, "--output")
     check_writable_directory(options.features, "--features")
-    check_places(options.model, initial, options.data)
+    check_places(options.model, initial, options.data, round_activations=options.round_activations)
     with importing(shown=not options.as_json):
         from hf_specdec.cli.training_run import train_head
     train_head(kind, options, given, recipe, more, random_start=random_start, saved_model=saved_model)

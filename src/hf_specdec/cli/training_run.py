@@ -47,10 +47,12 @@ HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
 # ------------------------------------------------------------------------------------ shared with `distill` and `tree`
 
 
-def load_training_target(name: str | None, dtype: str, *, shown: bool = False) -> tuple[PreTrainedModel, Any]:
+def load_training_target(
+    name: str | None, dtype: str, *, shown: bool = False, round_activations: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode."""
     with working("Loading the model", shown=shown):
-        target, tokenizer = load_target(name, dtype)
+        target, tokenizer = load_target(name, dtype, round_activations=round_activations)
     return target.to(processes().device).eval(), tokenizer
 
 
@@ -219,7 +221,9 @@ def train_head(
     if saved_model is None:  # else the Trainer's own check has to do
         opened: Any = training.openings(conversations, config.answer_tokens)
         training.check_same_run(output, training.run_facts(head, config, [len(one.input_ids) for one in opened]))
-    target, tokenizer = load_training_target(options.model, options.dtype, shown=not options.as_json)
+    target, tokenizer = load_training_target(
+        options.model, options.dtype, shown=not options.as_json, round_activations=options.round_activations
+    )
     if is_new and not random_start:
         _start(head, target)
     measured: TrainingData | None = None

@@ -133,12 +133,17 @@ def load_config(name: str | None) -> Any:
     return config
 
 
-def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation."""
+def load_target(
+    name: str | None, dtype: torch.dtype | str, *, round_activations: bool = False
+) -> tuple[Any, Any]:  # fmt: skip
+    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
+
+    `round_activations`, see `load_gguf`, is ignored unless the model is a GGUF file.
+    """
     tokenizer, source = load_tokenizer(name), _source(name)
     with _loading(source):
         if is_gguf(source):
-            return load_gguf(source, dtype=dtype), tokenizer
+            return load_gguf(source, dtype=dtype, round_activations=round_activations), tokenizer
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if name is None:
