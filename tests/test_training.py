@@ -326,6 +326,7 @@ def test_the_eagle_loss_is_its_definition(
     ("name", "fields", "misfits"),
     [
         ("llama", {}, ()),
+        ("qwen2", {}, ()),  # the head has no biases
         ("qwen3", {"qk_norm": True}, ()),
         ("qwen3", {}, ("attention",)),
         ("gemma", {}, ("MLP",)),  # another activation

@@ -28,7 +28,8 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ..
 
     Either all parts are copied or none: with only some, the head learned more slowly than from random weights, with
     all of them faster (SmolLM2 and Gemma 3, first 20 steps): a trained lm_head on a random layer makes confident
-    errors.
+    errors. Biases of the attention that the head lacks are left out, because the formats of EAGLE-3 heads have none:
+    a head of Qwen2.5-Coder-0.5B learned faster with its attention than without, too.
 
     Args:
         head: A new head with its draft vocabulary set.
@@ -57,7 +58,7 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ..
     fits["MLP"] = _copy_mlp(own.mlp, own.post_attention_layernorm, head.config.hidden_act, theirs, model)
     fits["attention"] = (
         bool(normed) == head.config.qk_norm
-        and copy_linears(own.self_attn, attention, ("q_proj", "k_proj", "v_proj", "o_proj"))
+        and copy_linears(own.self_attn, attention, ("q_proj", "k_proj", "v_proj", "o_proj"), drops_bias=True)
         and all(copy_norm(getattr(own.self_attn, name), getattr(attention, name)) for name in normed)
         and copy_norm(own.hidden_norm, getattr(theirs, "input_layernorm", None))
     )
@@ -136,16 +137,20 @@ def _copy_block_layer(own: Any, theirs: nn.Module, model: PreTrainedModel) -> bo
     return True
 
 
-def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str], head_dim: int = 0) -> bool:
+def copy_linears(
+    own: nn.Module, theirs: nn.Module | None, names: Sequence[str], head_dim: int = 0, *, drops_bias: bool = False
+) -> bool:
     """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
 
     The additional columns read the token embedding. If `head_dim` is given, the layers are key and value projections:
-    if the head has more key heads than the target, each is copied several times. Returns whether all were copied:
-    False if a layer is missing, has another size, or only one of the two has a bias; those before it are then copied.
+    if the head has more key heads than the target, each is copied several times. `drops_bias`: leave out biases that
+    the head lacks. Returns whether all were copied: False if a layer is missing, has another size, or only one of the
+    two has a bias; those before it are then copied.
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
-        size, bias = getattr(source, "in_features", None), getattr(source, "bias", None)
+        size = getattr(source, "in_features", None)
+        bias = None if drops_bias and target.bias is None else getattr(source, "bias", None)
         if source is None or size is None or (bias is not None) != (target.bias is not None):
             return False
         weight, columns = linear_weight(source, size), target.weight[:, -size:]
