@@ -39,6 +39,16 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
+def test_programming_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script("make_prompts", RECIPE, monkeypatch, tmp_path / "all.jsonl", "--kinds", "programs", "--scale", 0.1)
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len({row["turns"][0] for row in rows}) == 120
+    assert {row["source"] for row in rows} == {"coding"}
+    answers = SHIPPED.with_name("qwen2.5-coder-0.5b-instruct.parquet")
+    conversations = read_conversations(answers)
+    assert sum(sum(one.loss_mask) for one in conversations) == 197_069
+
+
 def test_prompts_of_every_kind_and_none_of_a_benchmark(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

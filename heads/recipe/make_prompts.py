@@ -5,7 +5,8 @@
 
 The word lists are in `prompt_lists.json`. `--texts` (repeatable) is a file with rows of `text` and `language`, or the
 output of `hf-specdec distill`, whose answers are used as texts. `--add` includes existing prompts (rows of `prompt`)
-unchanged. Output rows have `source`, followed by the origin of the text if the prompt has one (`summary/anarchism`),
+unchanged. `--kinds programs` makes programming tasks, which are not among the default kinds.
+Output rows have `source`, followed by the origin of the text if the prompt has one (`summary/anarchism`),
 and `turns`; `--turns 2` adds a second turn to suitable conversations. `--seed`
 changes the random selection. `--avoid` is a file of benchmark questions: prompts that equal a question, or share eight
 consecutive words with one, are left out and counted.
@@ -99,6 +100,14 @@ class Maker:
                    "c2": self.draw.randint(2, 8), "d": 10 * self.draw.randint(20, 40),
                    "e": 10 * self.draw.randint(12, 60), "p": 5 * self.draw.randint(2, 12)}  # fmt: skip
         return text.format(n1=names[0], n2=names[1], g=goods, **numbers)
+
+    def programs(self, scale):
+        """Add programming tasks in several languages, for a model that writes code."""
+        prompts = [
+            form.format(l=language, x=task)
+            for task in LISTS["programs"] for language in LISTS["languages"] for form in LISTS["program_forms"]
+        ]  # fmt: skip
+        self.add("coding", prompts, round(1200 * scale))
 
     # ------------------------------------------------------------------------------------------- with a text
 
@@ -246,7 +255,7 @@ def main():
             maker.found[row["prompt"]] = (row.get("source", path.stem), [row["prompt"]])
     if "conversations" in options.kinds:
         maker.conversations(options.scale, options.turns == 2)
-    for kind in ("questions", "translations", "readings"):
+    for kind in ("questions", "translations", "readings", "programs"):
         if kind in options.kinds:
             getattr(maker, kind)(options.scale)
     rows = list(maker.found.values())
