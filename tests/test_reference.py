@@ -72,7 +72,7 @@ def test_every_page_has_an_example_whose_imports_exist(page: Path) -> None:
 )
 def test_examples_run(page: str, sure_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
     (text,) = (path.read_text() for path in PAGES if path.stem == page)
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])}
     sure_llama.generation_config.max_new_tokens = 12
