@@ -267,6 +267,25 @@ def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # ----------------------------------------------------------------------------------------------- commands
 
 
+def test_answers_and_heads_of_a_rounded_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands of training multiply as they are told."""
+    path, loaded = make(tmp_path, "qwen2"), list[bool]()
+
+    def load(*args: Any, round_activations: bool, **kwargs: Any) -> Any:
+        loaded.append(round_activations)
+        return load_gguf(*args, round_activations=round_activations, **kwargs)
+
+    monkeypatch.setattr("hf_specdec.generation.loading.load_gguf", load)
+    (tmp_path / "prompts.txt").write_text("hello hello\nhello\n")
+    target = ["--model", path, "--round-activations"]
+    answers, head = ["--data", tmp_path / "answers"], tmp_path / "head"
+    assert run(monkeypatch, "distill", *target, "--prompts", tmp_path / "prompts.txt", "--output", answers[1],
+               "--temperature", 0, "--max-new-tokens", 8) == 0  # fmt: skip
+    assert run(monkeypatch, "train", "eagle", *target, *answers, "--output", head, "--max-steps", 1) == 0
+    assert run(monkeypatch, "tree", *target, *answers, "--drafter", head, "--output", head, "--max-nodes", 4) == 0
+    assert loaded == [True] * 3
+
+
 def test_commands_take_a_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,9 +133,7 @@ def load_config(name: str | None) -> Any:
     return config
 
 
-def load_target(
-    name: str | None, dtype: torch.dtype | str, *, round_activations: bool = False
-) -> tuple[Any, Any]:  # fmt: skip
+def load_target(name: str | None, dtype: torch.dtype | str, *, round_activations: bool = False) -> tuple[Any, Any]:
     """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
 
     `round_activations`, see `load_gguf`, is ignored unless the model is a GGUF file.
