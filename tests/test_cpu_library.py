@@ -333,19 +333,19 @@ DRIVER = Path(__file__).with_name("kernels_driver.cpp")
 LIMITS = {"bf16": 0.01, "pairs": 0.01, "float": 1e-6}
 """Largest errors relative to the largest output."""
 GCC_FOR_ARM, CLANG_FOR_ARM = ["aarch64-linux-gnu-g++", "-fopenmp"], ["clang++", "--target=aarch64-linux-gnu"]
+EMULATED = [
+    ("arm", GCC_FOR_ARM, "qemu-aarch64"),
+    ("arm_bf16", GCC_FOR_ARM, "qemu-aarch64"),
+    ("arm", CLANG_FOR_ARM, "qemu-aarch64"),
+    ("arm_bf16", CLANG_FOR_ARM, "qemu-aarch64"),
+    ("avx2", CLANG_FOR_WINDOWS, "wine"),
+]
+"""Instruction set, compiler and emulator; docs/compatibility.md names them."""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "compiler", "runner"),
-    [
-        ("arm", GCC_FOR_ARM, "qemu-aarch64"),
-        ("arm_bf16", GCC_FOR_ARM, "qemu-aarch64"),
-        ("arm", CLANG_FOR_ARM, "qemu-aarch64"),
-        ("arm_bf16", CLANG_FOR_ARM, "qemu-aarch64"),
-        ("avx2", CLANG_FOR_WINDOWS, "wine"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else given[0],
+    ("name", "compiler", "runner"), EMULATED, ids=lambda given: given if isinstance(given, str) else given[0]
 )
 def test_kernels_are_right_in_an_emulator(tmp_path: Path, name: str, compiler: list[str], runner: str) -> None:
     """Products, norms, rotary embedding, attention, recurrences; rows and nodes have the bits that they have alone."""

@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import compatibility
 import hf_specdec
+import release
 
 ROOT = Path(__file__).parents[1]
 USED = """
@@ -96,6 +98,31 @@ def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
         name for name in names if name.startswith(("heads/data", "heads/smol", "runs/", ".venv", "benchmarks/results"))
     ]
     assert sdist.stat().st_size < 3e6
+
+
+def test_the_page_of_compatibility_is_what_its_sources_state() -> None:
+    assert compatibility.PAGE.read_text() == compatibility.page(), "`make compatibility` writes it again"
+
+
+def test_a_release_finds_what_is_wrong() -> None:
+    """Files, links and versions that `make release` refuses; it takes minutes, so it is run by hand."""
+    committed = ["README.md", "docs/a.md", "src/hf_specdec/py.typed", "src/hf_specdec/cpu/kernels.cpp", "tests/zoo.py"]
+    right = ["hf_specdec/py.typed", "hf_specdec/cpu/kernels.cpp", "hf_specdec-0.1.0.dist-info/METADATA"]
+    assert release.contents_faults(right, committed) == []
+    assert release.contents_faults([*right[1:], "tests/zoo.py"], committed) == [
+        "not in the wheel: hf_specdec/py.typed", "not in the repository's src: tests/zoo.py",
+    ]  # fmt: skip
+    home = "https://github.com/hf-specdec/hf-specdec"
+    page = (
+        f"[a]({home}/blob/main/docs/a.md#b) [b]({home}/tree/main/docs) [c]({home}/blob/main/docs/b.md) [d](docs/a.md)"
+    )
+    assert release.broken_links(page, committed) == ["docs/a.md", "docs/b.md"]
+    changelog = "# Changelog\n\n## 0.2.0 (today)\n\nNew: [a](docs/a.md).\n\n## 0.1.0\n\nOld.\n"
+    rules = [{"pattern": r"\]\(([^)]+)\)", "replacement": rf"]({home}/blob/main/\1)"}]
+    written = release.notes(changelog, "0.2.0", rules)
+    assert written == f"# hf-specdec 0.2.0 (today)\n\nNew: [a]({home}/blob/main/docs/a.md).\n"
+    with pytest.raises(ValueError, match=r"'0\.2\.0 \(today\)', the wheel is 0\.1\.0"):
+        release.notes(changelog, "0.1.0", rules)
 
 
 def test_names_are_imported_when_they_are_used() -> None:
