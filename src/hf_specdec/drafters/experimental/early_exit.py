@@ -59,8 +59,8 @@ SkippedLayers = Mapping[int, int | None]
 class EarlyExitDrafter(Drafter):
     """Drafts with some of the target's layers. Needs a model whose layers are in one list and run in sequence.
 
-    Experimental (0.43x, see docs/methods/experimental.md): each drafted token runs these layers, and a model not trained
-    for early exit rarely predicts the right token there. Config fields: `num_steps` (default 4), `top_k` (1, a chain),
+    Experimental (0.43x, see docs/methods/experimental.md): each drafted token runs these layers, and a model not
+    trained for early exit rarely predicts the right token there. Config fields: `num_steps` (default 4), `top_k` (1, a chain),
     `num_draft_tokens` (1 + num_steps * top_k), `tree` (None or `"dynamic"`).
 
     Args:
