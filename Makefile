@@ -111,7 +111,7 @@ SCRIPT = $(BIN)/python -W ignore benchmarks
 BENCH = $(SCRIPT)/auto.py --prompts $(PROMPTS)
 SHIPPED = $(foreach kind,eagle3 medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
 questions:
-	@test -f '$(PROMPTS)' || { echo "There is no file $(PROMPTS): write it with benchmarks/spec_bench.py, as docs/benchmarks/method.md" \
+	@test -f '$(PROMPTS)' || { echo "There is no file $(PROMPTS): write it with benchmarks/spec_bench.py, as docs/benchmarks/results.md" \
 		"shows, or set PROMPTS to a file of your questions." >&2; exit 1; }
 bench: questions $(VENV)/.installed
 	mkdir -p $(RESULTS)

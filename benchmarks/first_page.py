@@ -5,7 +5,7 @@
     python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg, each also for phones (*-narrow-*)
     python benchmarks/first_page.py table    # the table by category of docs/benchmarks/results.md
 
-The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/method.md`.
+The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/results.md`.
 """
 
 import argparse

@@ -238,7 +238,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("assistant", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench, as docs/benchmarks/method.md has it")
+    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench, as docs/benchmarks/results.md has it")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=24, help="of each set; default: %(default)s")
     parser.add_argument("--few", type=int, default=4, help="of each set for transformers; default: %(default)s")

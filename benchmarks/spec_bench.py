@@ -1,6 +1,6 @@
 """Write the development half of Spec-Bench: the 240 questions with odd ids, every second one of each category.
 
-    curl -LO URL    # of `SOURCE`; also in docs/benchmarks/method.md
+    curl -LO URL    # of `SOURCE`; also in docs/benchmarks/results.md
     python benchmarks/spec_bench.py question.jsonl spec_bench_dev.jsonl
 
 The tables of `docs/benchmarks/` are measured with these questions. They are not part of this repository, because they

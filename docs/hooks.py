@@ -63,6 +63,8 @@ def on_page_markdown(markdown, page, config, **_):
     markdown = re.sub(
         re.escape(out) + r"notebooks/(\w+\.ipynb)\)", lambda found: f"]({'../' * depth}notebooks/{found[1]})", markdown
     )
+    for name, source in ROOT_PAGES.items():
+        markdown = markdown.replace(f"{out}{source})", f"]({'../' * depth}{name})")
     return markdown.replace(out, f"]({config.repo_url.rstrip('/')}/blob/main/")
 
 

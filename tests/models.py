@@ -143,10 +143,11 @@ def _short(reason: str) -> str:
 
 def page(verdicts: Sequence[Verdict], of_classes: Sequence[Verdict]) -> str:
     """Return the text of docs/models.md."""
+    counts, _, *rows = _table("classes", of_classes)
     return "\n".join([
         INTRODUCTION.format(version=transformers.__version__), "## The causal-LM mapping", "",
         *_table("architectures", verdicts),
-        CLASSES, *_table("classes", of_classes),
+        CLASSES, counts, "", "<details markdown><summary>By class</summary>", "", *rows, "</details>", "",
         "Not tested, because no tiny model of them can be built offline:", "",
         *(f"* {name}: {reason}" for name, reason in generative.NOT_BUILT.items()), "",
     ])  # fmt: skip

@@ -352,7 +352,7 @@ def test_several_modules_draft_no_trees(three: Any, fields: dict[str, Any], mess
 
 
 def test_the_example_of_the_docs(three: Any) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "methods" / "mtp.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "methods" / "eagle.md").read_text()
     exec(code_block(page, "<!-- mtp -->"), {"model": three, "inputs": {"input_ids": IDS, "attention_mask": MASK}})
     assert three.last_speculation.method == three.remove_drafter("mtp").method
 

@@ -91,7 +91,7 @@ def test_the_oracle_of_the_docs_works(llama: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "oracle", oracle)
-    page = (ROOT / "docs" / "benchmarks" / "method.md").read_text()
+    page = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
     code = page.split("```python\n", 1)[1].split("```", 1)[0]
     ids = torch.randint(3, zoo.VOCAB_SIZE, (1, 7))
     exec(code, {"model": llama, "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}})

@@ -465,7 +465,7 @@ def test_a_race_is_replayed_by_css_and_readable_without() -> None:
 
 
 def test_the_example_of_the_docs_runs(llama: Any, capsys: Captured) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "pictures.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
     code = page[page.index("## Live") :].split("```python\n", 1)[1].split("```", 1)[0]
     tokenizer = types.SimpleNamespace(decode=lambda tokens, **_: " ".join(map(str, tokens)))
     scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": prompts(1)[0]}, "tokenizer": tokenizer}

@@ -3,7 +3,7 @@
 A rule gets the tree, the target's logits at its nodes and the transcript, but no model, cache or drafter. `greedy`,
 `rejection` and `block` are lossless; `typical` and `nucleus` change the output. On an accelerator, `greedy` and
 `rejection` decide a step on the device, and the host reads only the result, if nothing on the host reads the text and
-the draft is deterministic. See docs/acceptance.md.
+the draft is deterministic. See docs/cache.md.
 """
 
 from __future__ import annotations

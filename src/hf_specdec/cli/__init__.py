@@ -56,7 +56,7 @@ for _name, _command, _panel, _page, _examples in (
         "hf-specdec bench --methods prompt_lookup,auto",
         "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
     )),
-    ("env", doctor.env, MEASURE, "troubleshooting.md", ("hf-specdec env",)),
+    ("env", doctor.env, MEASURE, "faq.md", ("hf-specdec env",)),
     ("distill", train.distill_data, TRAIN, "training.md", (
         "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --temperature 0",
         "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",

@@ -59,9 +59,9 @@ SkippedLayers = Mapping[int, int | None]
 class EarlyExitDrafter(Drafter):
     """Drafts with some of the target's layers. Needs a model whose layers are in one list and run in sequence.
 
-    Experimental (0.43x, see docs/methods/early_exit.md): each drafted token runs these layers, and a model not trained
-    for early exit rarely predicts the right token there. Config fields: `num_steps` (default 4), `top_k` (1, a chain),
-    `num_draft_tokens` (1 + num_steps * top_k), `tree` (None or `"dynamic"`).
+    Experimental (0.43x, see docs/methods/experimental.md): each drafted token runs these layers, and a model not
+    trained for early exit rarely predicts the right token there. Config fields: `num_steps` (default 4), `top_k` (1,
+    a chain), `num_draft_tokens` (1 + num_steps * top_k), `tree` (None or `"dynamic"`).
 
     Args:
         exit_layer: Run only the first `exit_layer` layers; default: the first third of all layers, at least one.

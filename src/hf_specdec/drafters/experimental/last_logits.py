@@ -41,7 +41,7 @@ TRUST = 0.2
 class LastLogitsDrafter(Drafter):
     """Drafts the runners-up of the last emitted token as the token after it. Works with any model.
 
-    Experimental (1.07x, see docs/methods/last_logits.md). Config fields: `top_k` (default 4) or `num_draft_tokens`,
+    Experimental (1.07x, see docs/methods/experimental.md). Config fields: `top_k` (default 4) or `num_draft_tokens`,
     which includes the root; the tree has one level.
     """
 

@@ -39,7 +39,7 @@ WINDOW_CHILDREN = 2
 class LookaheadDrafter(Drafter):
     """Drafts n-grams of the text and of a window of guesses. Works with any model; nothing is kept between calls.
 
-    Experimental (1.25x, but slower on some questions, see docs/methods/lookahead.md). Config fields:
+    Experimental (1.25x, but slower on some questions, see docs/methods/experimental.md). Config fields:
     `num_draft_tokens` (default: enough for window and n-grams, 30), `num_steps` (default: depth of window and n-grams,
     6) and `top_k` (children per node, 2 of them for the window; default: `guesses + 2`). Drafted n-grams precede the
     window in the tree. The window has as many columns as fit together with one n-gram. It is left out if not even one
