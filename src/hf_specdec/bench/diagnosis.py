@@ -55,7 +55,7 @@ REPORTED_WIDTHS = (1, 2, 4, 8, 16, 32)
 HEAVY_DRAFTING = 0.5
 """Seconds of drafting relative to those of verifying, above which a drafter counts as too slow."""
 
-INSTRUCTIONS = {
+MULTIPLYING = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "fphp", "asimdhp"},
 }  # fmt: skip
 """Processor features, any of which multiplies in a dtype."""
@@ -134,7 +134,7 @@ class Circumstances:
 
     def lacks(self, dtype: str) -> bool:
         """Whether the processor is known to have no instructions for a dtype."""
-        return bool(self.features) and not self.features & INSTRUCTIONS[dtype]
+        return bool(self.features) and not self.features & MULTIPLYING[dtype]
 
 
 def _usable_cores() -> int | None:
@@ -237,7 +237,7 @@ def _of_dtypes(here: Circumstances) -> Iterator[Advice]:
     if on_cpu and here.is_unpacked_gguf:
         yield Advice("The weights of the GGUF file are unpacked.", "Load it with load_gguf, see docs/quantized.md.")
     elif on_cpu and here.dtype == "float32" and not here.is_quantised and (
-        not here.no_kernels or here.features & INSTRUCTIONS["bfloat16"]
+        not here.no_kernels or here.features & MULTIPLYING["bfloat16"]
     ):  # fmt: skip
         yield Advice("The weights are in float32: each forward reads twice the bytes of bfloat16.",
                      f"If its rounding is acceptable: {_dtype('bfloat16')}")  # fmt: skip
@@ -271,7 +271,8 @@ def _of_forwards(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
     change = remove if here.no_program else f'Set compile="{name}", or call model.warmup("auto") first.'
     did, faster = found.drafting[eager[0]], found.gain_of_forwards
     rest = did.draft + did.rest
-    gain = (rest + did.verify) / (rest + did.verify / faster) if faster > 1 and did.verify else None
+    is_timed = here.device == "cpu" and faster > 1 and did.verify  # stages overlap on an accelerator
+    gain = (rest + did.verify) / (rest + did.verify / faster) if is_timed else None
     problem = f"Forwards ran {what} ({', '.join(eager)}){reason}."
     yield Advice(problem, change, gain, "estimated" if gain else "rule")
 
@@ -281,8 +282,8 @@ def _of_drafting(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
         if here.device != "cpu" and here.has_four_bits and did.nodes > GGUF_ROWS:
             yield Advice(f"{method!r} verifies {did.nodes:.0f} nodes a step; 4-bit products are made for few rows.",
                          f"Compare with num_draft_tokens={GGUF_ROWS}.")  # fmt: skip
-        if method.split("+")[0] in COMBINED or not did.verify:
-            continue  # they choose trees and sources by measured costs
+        if here.device != "cpu" or method.split("+")[0] in COMBINED or not did.verify:
+            continue  # stages overlap on an accelerator; combined methods choose trees and sources by measured costs
         if did.draft > HEAVY_DRAFTING * did.verify:
             gain = found.speed_up[found.best] / found.speed_up[method]
             pays = gain > 1 / NEARLY
@@ -294,7 +295,7 @@ def _of_drafting(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
                 gain if pays else None, "measured" if pays else "rule",
             )  # fmt: skip
         seconds = found.forward_seconds if found.forwards[method] == EAGER else found.compiled_seconds
-        nodes, gain = best_width(seconds or found.forward_seconds, found.tau[method], did)
+        nodes, gain = best_nodes(seconds or found.forward_seconds, found.tau[method], did)
         if gain > 1 / NEARLY:
             yield Advice(
                 f"The trees of {method!r} are wider than pays here: {did.nodes:.0f} nodes a step.",
@@ -302,7 +303,7 @@ def _of_drafting(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
             )  # fmt: skip
 
 
-def best_width(seconds: Mapping[int, float], tau: float, did: Drafting) -> tuple[int, float]:
+def best_nodes(seconds: Mapping[int, float], tau: float, did: Drafting) -> tuple[int, float]:
     """Return the number of nodes, at most as many as were verified, with the most tokens per second, and the gain.
 
     Assumes that a step gives as many more tokens by each doubling of its nodes, from 1 token with 1 node to `tau` with
