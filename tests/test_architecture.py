@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 1227, "checkpoints": 3252, "cli": 2559, "control": 1155, "cpu": 1826,
+    "acceptance": 1030, "bench": 1230, "checkpoints": 3252, "cli": 2559, "control": 1155, "cpu": 1826,
     "drafters": 6707, "fusion": 761, "generation": 3659, "heads": 3132, "reporting": 375, "training": 4264,
     "trees": 683, "verification": 6743, "viz": 996,
 }  # fmt: skip

@@ -202,6 +202,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]] =
         {**SLOW_HEAD, "speed_up": {"plain": 1.0, "eagle": 0.5}}, {}, [("0.8 times", "Use plain generate()")],
     ),
     "wide tree": (WIDE, {}, [("8 nodes a step", "num_draft_tokens=2")]),
+    "wide tree of lookup": (
+        {"drafting": {"prompt_lookup": WIDE["drafting"]["eagle"]}, "forwards": {"prompt_lookup": "kernels"}}, {}, [],
+    ),
+    "unpacked GGUF, which cannot stay packed": (
+        {}, {"is_unpacked_gguf": True, "no_kernels": "HF_SPECDEC_KERNELS is 'none'"}, [("is 'none'", "Unset")],
+    ),
     "wide tree of auto": ({"drafting": {"auto": WIDE["drafting"]["eagle"]}}, {}, []),
     "graphs": (ALL_EAGER, {"device": "cuda"}, [("without graphs (eagle, auto)", 'compile="cuda_graph"')]),
     "no graphs on this device": (ALL_EAGER, {"device": "mps", "dtype": "float32", "threads": 8}, []),

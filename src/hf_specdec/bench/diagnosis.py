@@ -16,10 +16,11 @@ from hf_specdec.bench.methods import PEERS
 from hf_specdec.bench.questions import Question
 from hf_specdec.bench.summary import summarise
 from hf_specdec.bench.timing import Measurement, measure
-from hf_specdec.config import COMBINED, PLAIN, ExecutionMode
+from hf_specdec.config import PLAIN, ExecutionMode
 from hf_specdec.control import costs
 from hf_specdec.cpu.library import NO_COMPILER, VARIABLE, NoKernelsError, load_library, processor_features
 from hf_specdec.cpu.quantized import PackedWeight
+from hf_specdec.drafters.registry import methods
 from hf_specdec.generation.call import GGUF_ROWS
 from hf_specdec.generation.model_programs import current_program, unsupported_reason
 from hf_specdec.generation.state import current_facts, state_of
@@ -234,13 +235,14 @@ def _of_dtypes(here: Circumstances) -> Iterator[Advice]:
     if on_cpu and here.dtype == "bfloat16" and here.lacks("bfloat16") and (here.no_kernels or here.no_program):
         yield Advice("The weights are in bfloat16, for which this processor has no instructions, and no kernels run.",
                      _dtype("float32"))  # fmt: skip
-    if on_cpu and here.is_unpacked_gguf:
-        yield Advice("The weights of the GGUF file are unpacked.", "Load it with load_gguf, see docs/quantized.md.")
+    if on_cpu and here.is_unpacked_gguf and not here.no_kernels:
+        yield Advice("The weights of the GGUF file are unpacked.",
+                     "Load it with load_gguf if docs/quantized.md lists its kind of blocks.")  # fmt: skip
     elif on_cpu and here.dtype == "float32" and not here.is_quantised and (
         not here.no_kernels or here.features & MULTIPLYING["bfloat16"]
     ):  # fmt: skip
         yield Advice("The weights are in float32: each forward reads twice the bytes of bfloat16.",
-                     f"If its rounding is acceptable: {_dtype('bfloat16')}")  # fmt: skip
+                     _dtype("bfloat16") + " Its rounding may change answers.")  # fmt: skip
     if on_cpu and here.cores and here.threads != here.cores:
         yield Advice(f"Threads: {here.threads}. Physical cores that this process may use: {here.cores}.",
                      f"On an idle machine, torch.set_num_threads({here.cores}) or "
@@ -282,8 +284,9 @@ def _of_drafting(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
         if here.device != "cpu" and here.has_four_bits and did.nodes > GGUF_ROWS:
             yield Advice(f"{method!r} verifies {did.nodes:.0f} nodes a step; 4-bit products are made for few rows.",
                          f"Compare with num_draft_tokens={GGUF_ROWS}.")  # fmt: skip
-        if here.device != "cpu" or method.split("+")[0] in COMBINED or not did.verify:
-            continue  # stages overlap on an accelerator; combined methods choose trees and sources by measured costs
+        known = methods().get(method.split("+")[0])
+        if here.device != "cpu" or not did.verify or known is None or not known.heads:
+            continue  # stages overlap on an accelerator; only heads have trees of about the same size in every step
         if did.draft > HEAVY_DRAFTING * did.verify:
             gain = found.speed_up[found.best] / found.speed_up[method]
             pays = gain > 1 / NEARLY
