@@ -71,6 +71,7 @@ class Measurement:
         warm_up_seconds: Duration of this method's untimed calls, compilation included.
         compiled_in_rounds: Timed rounds in which something was compiled.
         forwards: How the verify forwards ran, see `SpeculationStats.forwards`; empty if unknown.
+        nodes: Nodes per verify forward, root included, mean over the turns; 1.0 if unknown.
     """
 
     question_id: str
@@ -89,6 +90,7 @@ class Measurement:
     warm_up_seconds: float = 0.0
     compiled_in_rounds: int = 0
     forwards: str = ""
+    nodes: float = 1.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -212,6 +214,7 @@ class _Answer:
     tau: float = 1.0
     forwards: str = ""  # as in `SpeculationStats`; empty for `PEERS` and external methods
     stages: dict[str, float] = field(default_factory=dict)  # seconds per stage; empty for `PEERS` and external methods
+    nodes: float = 1.0
 
 
 class _Caller:
@@ -282,6 +285,7 @@ class _Caller:
         if method not in PEERS:
             stats = self.model.last_speculation
             answer.tau, answer.forwards = stats.mean_accepted_length, stats.forwards
+            answer.nodes = 1 + stats.num_drafted_tokens / max(stats.num_target_forwards, 1)
             answer.stages = {key: value for key, value in stats.to_dict().items() if key.endswith("_seconds")}
         return answer
 
@@ -346,7 +350,7 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
             others_cores=[each.others_cores for each in all_rounds],
             turns=len(question.turns), warm_up_seconds=caller.warm_up_seconds[method],
             compiled_in_rounds=sum(any(answer.compiled for answer in each.answers) for each in all_rounds),
-            forwards=last.answers[-1].forwards,
+            forwards=last.answers[-1].forwards, nodes=statistics.mean(answer.nodes for answer in last.answers),
         )  # fmt: skip
 
 

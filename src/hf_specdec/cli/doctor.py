@@ -91,6 +91,7 @@ def doctor(
 
     Drafts that are verified in one forward are a tree. The methods are
     compared on three prompts; hf-specdec bench compares them on yours.
+    Then it lists what to change, in order of gain.
     """
     check_places(model, drafter)
     with importing(shown=not as_json):
@@ -135,6 +136,13 @@ def doctor(
         is_close = found.speed_up[found.best] < max(found.speed_up.values())
         why = ", within 5 % of the fastest, and it adapts to other texts" if is_close else ""
         say(f"{'Best' if is_close else 'Fastest'} here: speculative={found.best!r}{why}.")
+    if found.advice:
+        say("To make it faster, the largest known gain first:")
+    for number, advice in enumerate(found.advice, 1):
+        gain = f"{advice.gain:.2f}x, {advice.source}" if advice.gain else "gain not measured"
+        say(f"{number}. {advice.problem} {advice.change} ({gain})")
+    if not found.advice:
+        say("No setting was found that would make it faster.")
     say(compile_hint(lm.device.type))
 
 

@@ -86,6 +86,8 @@ LOCK_TIMEOUT = 20
 OPENMP_RUNTIMES = re.compile(r"[/\\]lib(?:gomp|iomp5|omp)[^/\\]*\.(?:so|dylib|dll)")
 OPENMP_ERROR = re.compile(r"openmp|kmpc|(?<!c)omp\b|-Xclang", re.IGNORECASE)
 """What a compiler or linker says, among other things, if it has no OpenMP."""
+NO_COMPILER = "no C++ compiler was found"
+"""Beginning of the reason if a compiler is missing."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 """What macOS and Windows call machines, and what Linux does."""
 
@@ -362,7 +364,7 @@ def library_path(instructions: InstructionSet, compiler: list[str], directory: P
             _check_file(found)
             return found
     wanted = os.environ.get("CXX") or "g++ or clang++"
-    raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
+    raise NoKernelsError(f"{NO_COMPILER} ({wanted}; set CXX to use another one)")
 
 
 def _check_private(path: Path) -> os.stat_result:
