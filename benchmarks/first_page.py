@@ -1,11 +1,12 @@
 """What the README and the results show: record the race, and draw race, bar chart and table from raw rows.
 
-    python benchmarks/first_page.py record   # benchmarks/results/race_cpu_bf16.json, on an idle machine
-    python benchmarks/first_page.py calls    # benchmarks/results/first_calls_cpu_bf16.json, likewise
-    python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg, each also for phones (*-narrow-*)
-    python benchmarks/first_page.py table    # the table by category of docs/benchmarks/results.md
+    python benchmarks/first_page.py record MODEL NAME  # benchmarks/results/race_cpu.json, on an idle machine
+    python benchmarks/first_page.py calls   # benchmarks/results/first_calls_cpu_bf16.json, likewise
+    python benchmarks/first_page.py draw    # docs/race-*.svg, docs/speed-*.svg; for phones *-narrow-*
+    python benchmarks/first_page.py table   # the table by category of docs/benchmarks/results.md
 
-The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/results.md`.
+MODEL and llama.cpp's server are those of `benchmarks/quantized.py`, whose rows are the chart's first group. The rows
+of its second group and of the table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/results.md`.
 """
 
 import argparse
@@ -19,18 +20,24 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+import quantized
 import torch
 import transformers
 
-from hf_specdec import bench
+from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.bench.machine import versions
 from hf_specdec.generation import loading
 from hf_specdec.generation.state import state_of
 from hf_specdec.viz.live import StepStreamer
+from hf_specdec.viz.text import Piece
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPT = "Write a Python class `Point` with the attributes x and y and the methods add and subtract."
+LANES = {
+    "transformers": "transformers, bfloat16", "llama.cpp": "llama.cpp, 4 bits", "gguf-rounded": "hf-specdec, 4 bits",
+}  # fmt: skip
+"""Who answers in the race, as `benchmarks/quantized.py` calls their forms, and the titles of their panels."""
 METHODS = {"plain": None, "auto": "auto"}
 FIRST_CALLS = {"code": PROMPT, "prose": "Why is the sky blue? Explain in detail."}
 """Questions of `first_calls` beside the README's example, whose answers repeat little."""
@@ -47,12 +54,21 @@ SHOWN = {
 }
 """Methods of chart and table, in the order of the table, and their names there."""
 
-CHART = (
-    {"plain": "other", "transformers_prompt_lookup": "other", "llama_cpp": "other"},
-    {"auto_no_head": "auto", "auto+none": "auto"},
-    {"plain+kernels": "kernels", "auto_no_head+kernels": "auto", "auto+kernels": "auto"},
-)
-"""Groups of the chart's bars: methods, and what each has of this package."""
+CHART = {
+    "plain": "other", "transformers_prompt_lookup": "other", "llama_cpp": "other", "auto_no_head": "auto",
+    "plain+kernels": "kernels", "auto_no_head+kernels": "auto",
+}  # fmt: skip
+"""Bars of the chart's second group: methods, and what each has of this package."""
+LAPTOP = {
+    ("transformers", "plain"): ("plain generate(), bfloat16", "other"),
+    ("llama.cpp", "plain"): ("llama.cpp, 4 bits", "other"),
+    ("llama.cpp", "ngram"): ("llama.cpp, lookup", "other"),
+    ("llama.cpp", "assistant"): ("llama.cpp, 0.5B drafts", "other"),
+    ("gguf-rounded", "plain"): ("hf-specdec, plain, 4 bits", "kernels"),
+    ("gguf-rounded", "auto"): ("hf-specdec, auto, 4 bits", "auto"),
+    ("gguf-rounded", "assistant"): ("hf-specdec, auto, 0.5B drafts", "auto"),
+}
+"""Bars of its first group: form and mode of `benchmarks/quantized.py`, name, and what each has of this package."""
 LEGEND = {"other": "without this package", "auto": 'speculative="auto"', "kernels": "CPU kernels, no drafts"}
 
 
@@ -60,39 +76,67 @@ LEGEND = {"other": "without this package", "auto": 'speculative="auto"', "kernel
 
 
 def record(options):
-    """Answer the prompt several times, plainly and with `auto` in turn; write the run of median length of each.
+    """Let every lane answer the prompt several times, one lane after the other; write each one's run of median length.
 
-    Drafters forget what they learned from the prompt before every run.
+    Drafters forget what they learned from the prompt before every run. The first run of a lane only warms up.
     """
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
-    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
-    inputs = loading.encode_chat(tokenizer, [PROMPT], model.device)
-    model.warmup("auto", prompt_length=inputs["input_ids"].shape[1])
-    runs, nothing_learned = {name: [] for name in METHODS}, state_of(model).state_dict()
-    for turn in range(options.rounds + 1):
-        for name, speculative in METHODS.items():
-            state_of(model).load_state_dict(nothing_learned)
-            recorder = StepStreamer(tokenizer)
-            model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=recorder,
-                           speculative=speculative)  # fmt: skip
-            if turn:  # the first round warms up
-                runs[name].append(recorder)
-    chosen = {name: sorted(found, key=lambda run: run.seconds)[len(found) // 2] for name, found in runs.items()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model / "hf")
+    prompt = loading.encode_chat(tokenizer, [PROMPT], torch.device("cpu"))
+    found, chosen = {}, {}
+    for lane in LANES:
+        answer, end = (llama_lane if lane == "llama.cpp" else torch_lane)(lane, options, tokenizer)
+        runs = sorted([answer(prompt) for _ in range(options.rounds + 1)][1:], key=lambda run: run[-1].seconds)
+        end()
+        found[lane], chosen[lane] = [run[-1].seconds for run in runs], runs[len(runs) // 2]
+        print(f"{lane}: {statistics.median(found[lane]):.2f} s", flush=True)
     written = {
-        "environment": bench.environment(model), "prompt": PROMPT,
-        "seconds_of_all_runs": {name: [run.seconds for run in found] for name, found in runs.items()},
+        "environment": versions(torch.device("cpu")), "date": time.strftime("%Y-%m-%d"), "model": options.name,
+        "prompt": PROMPT, "seconds_of_all_runs": found,
         "runs": {
-            name: {
-                "seconds": run.seconds,
-                "pieces": [[piece.seconds, piece.num_tokens, piece.text] for piece in run.pieces],
+            lane: {
+                "seconds": run[-1].seconds,
+                "pieces": [[round(piece.seconds, 4), piece.num_tokens, piece.text] for piece in run],
             }
-            for name, run in chosen.items()
+            for lane, run in chosen.items()
         },
     }  # fmt: skip
     options.json.write_text(json.dumps(written, indent=1))
-    for name, found in runs.items():
-        print(f"{name}: {statistics.median(run.seconds for run in found):.2f} s")
+
+
+def torch_lane(lane, options, tokenizer):
+    """Return a function from a prompt to the pieces of its answer by transformers or this package; and one to end."""
+    model, call = quantized.load(lane, options.model), {}
+    model.generation_config = transformers.GenerationConfig.from_pretrained(options.model / "hf")
+    if lane != "transformers":
+        call["speculative"] = {"method": "auto", "compile": "kernels"}
+        SpeculativeGenerationMixin.attach(model).warmup(call["speculative"])
+        nothing_learned = state_of(model).state_dict()
+
+    def answer(prompt):
+        if call:
+            state_of(model).load_state_dict(nothing_learned)
+        recorder = StepStreamer(tokenizer)
+        model.generate(**prompt, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=recorder, **call)
+        return recorder.pieces
+
+    return answer, lambda: None
+
+
+def llama_lane(_lane, options, _tokenizer):
+    """Return the same functions for llama.cpp."""
+    server, ask = quantized.llama_server("plain", options)
+
+    def answer(prompt):
+        body = quantized.llama_request(prompt["input_ids"][0].tolist(), options.max_new_tokens)
+        begin = time.perf_counter()
+        with ask("/completion", {**body, "stream": True}) as reply:
+            events = (json.loads(line[len("data: ") :]) for line in reply if line.startswith(b"data: "))
+            return [Piece(event["content"], len(event["tokens"]), step, time.perf_counter() - begin)
+                    for step, event in enumerate(events) if event["tokens"]]  # fmt: skip
+
+    return answer, server.terminate
 
 
 # ------------------------------------------------------------------------------------------------- first calls
@@ -174,12 +218,11 @@ THEMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the race's two panels are: side by side, or one below the other on a narrow screen."""
+    """Where the race's panels are: side by side, or one below the other on a narrow screen."""
 
     columns: int  # characters of a line of an answer
     line: int  # distance of two lines
     is_stacked: bool
-    titles: tuple[str, str]
 
     @property
     def panel(self):
@@ -188,20 +231,17 @@ class Layout:
 
     @property
     def width(self):
-        return 16 + self.panel if self.is_stacked else 32 + 2 * self.panel
+        return 16 + self.panel if self.is_stacked else 8 + len(LANES) * (self.panel + 8)
 
 
-LAYOUTS = {
-    "": Layout(50, 18, False, ("model.generate()", 'model.generate(speculative="auto")')),
-    "-narrow": Layout(44, 16, True, ("generate()", 'speculative="auto"')),
-}
+LAYOUTS = {"": Layout(38, 17, False), "-narrow": Layout(46, 15, True)}
 """By the end of the picture's name."""
-SIZE, ADVANCE = 13, 7.84
+SIZE, ADVANCE = 12, 7.24
 """Size of the text, and width of a character."""
 PAUSE = 3.0
 """Seconds for which the finished race is shown before it begins again."""
 ROUNDS = 3
-"""How often the race runs; then the picture shows both finished answers."""
+"""How often the race runs; then the picture shows the finished answers."""
 
 
 class Race:
@@ -219,20 +259,21 @@ class Race:
         self.lines = max(self._layout(run)[-1][1] + 1 for run in recorded["runs"].values())
 
     def svg(self):
-        theme, layout = self.theme, self.layout
-        plain, auto = (self.recorded["runs"][name] for name in METHODS)
-        panels = 2 if layout.is_stacked else 1
-        captions = self._captions()
-        width, height = layout.width, panels * (self._panel_height() + 8) + 24 + 16 * len(captions)
-        second = (8, self._panel_height() + 16) if layout.is_stacked else (layout.panel + 24, 8)
+        theme, layout, runs = self.theme, self.layout, self.recorded["runs"]
+        captions, below = self._captions(), self._panel_height() + 8
+        told = "; ".join(f"{LANES[lane]}: {run['seconds']:.1f} s" for lane, run in runs.items())
+        width, height = layout.width, (len(runs) if layout.is_stacked else 1) * below + 24 + 16 * len(captions)
+        panels = []
+        for number, (lane, run) in enumerate(runs.items()):
+            corner = (8, 8 + number * below) if layout.is_stacked else (8 + number * (layout.panel + 8), 8)
+            panels += self._panel(corner, LANES[lane], run, coloured=lane == [*runs][-1])
         return "\n".join([
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" '
             'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" role="img">',
-            f"<title>Plain generate() takes {plain['seconds']:.1f} s, speculative {auto['seconds']:.1f} s</title>",
+            f"<title>{told}</title>",
             f'<rect width="{width}" height="{height}" rx="8" fill="{theme.background}"/>',
-            *self._panel((8, 8), layout.titles[0], plain, coloured=False),
-            *self._panel(second, layout.titles[1], auto, coloured=True),
+            *panels,
             *(
                 f'<text x="16" y="{height - 12 - 16 * above}" font-size="11" fill="{theme.faint}">'
                 f"{escape(caption)}</text>"
@@ -244,10 +285,12 @@ class Race:
     def _captions(self):
         """Return the lines below the panels."""
         environment = self.recorded["environment"]
-        recorded = f"Recorded run: {environment['model'].split('/')[-1]}, {environment['dtype']},"
-        machine = f"{environment['cores']} cores ({environment['device'].replace('(R)', '')})."
-        colours = "Words of one colour came in one step."
-        return [recorded, machine, colours] if self.layout.is_stacked else [f"{recorded} {machine} {colours}"]
+        captions = [
+            f"Recorded: {self.recorded['model']}; 4 bits: Q4_K_M.",
+            f"{environment['cores']} cores ({environment['device'].replace('(R)', '')}).",
+            "Words of one colour came in one step.",
+        ]
+        return captions if self.layout.is_stacked else [" ".join(captions)]
 
     def _panel_height(self):
         return 48 + self.lines * self.layout.line
@@ -356,60 +399,88 @@ def table(results):
     return lines
 
 
-def chart(results, theme, path, *, is_narrow=False):
+def laptop_means(race):
+    """Return the mean speed-ups over transformers' plain `generate()` in bfloat16, by form and mode.
+
+    Args:
+        race: What `benchmarks/quantized.py` wrote; only questions that transformers answered count.
+    """
+    speeds = {
+        (run["form"], run["mode"]): {
+            (row["set"], row["index"]): row["tokens"] / row["seconds"] for row in run["rows"]
+        }
+        for run in race["runs"]
+    }  # fmt: skip
+    plain = speeds["transformers", "plain"]
+    return {
+        key: statistics.mean(found[question] / speed for question, speed in plain.items())
+        for key, found in speeds.items() if key in LAPTOP
+    }  # fmt: skip
+
+
+def chart(results, race, theme, path, *, is_narrow=False):
     """Draw the mean speed-ups as bars in groups into a file; in a narrow chart the names are above the bars."""
     from matplotlib import patches, pyplot
 
-    means = rows_of(results)["mean"]
+    small, large = rows_of(results)["mean"], laptop_means(race)
     colours = {"other": theme.faint, "kernels": f"{theme.steps[1]}80", "auto": theme.steps[1]}
-    bars, place = [], 0.0
-    for group in CHART:
-        for method, kind in group.items():
-            bars.append((place, SHOWN[method], means[method][0], colours[kind]))
-            place += 1
-        place += 0.4
-    places, names, values, shades = (list(column) for column in zip(*bars, strict=True))
+    groups = (
+        ("Qwen2.5-Coder-1.5B", [(name, large[key], kind) for key, (name, kind) in LAPTOP.items()]),
+        ("SmolLM2-135M, bfloat16", [(SHOWN[method], small[method][0], kind) for method, kind in CHART.items()]),
+    )
     settings = {"svg.fonttype": "path", "svg.hashsalt": "hf-specdec", "font.size": 11, "text.color": theme.text,
                 "axes.labelcolor": theme.text, "xtick.color": theme.text, "ytick.color": theme.text}  # fmt: skip
     with pyplot.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(4.4, 5.6) if is_narrow else (8.8, 4.0), facecolor=theme.background)
-        axes.set_facecolor(theme.background)
-        drawn = axes.barh(places, values, color=shades, height=0.42 if is_narrow else 0.66)
-        axes.bar_label(drawn, [f"{value:.2f}x" for value in values], padding=4)
-        axes.set_yticks([] if is_narrow else places, [] if is_narrow else names)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.12 * max(values))
-        axes.set_xlabel("tokens per second relative to plain generate()" + ("" if is_narrow else ", prompts included"))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(theme.faint)
-        axes.tick_params(axis="y", length=0)
-        if is_narrow:
-            for place, name in zip(places, names, strict=True):
-                axes.annotate(name, (0, place - 0.27), (3, 0), textcoords="offset points", va="bottom")
+        figure, all_axes = pyplot.subplots(
+            len(groups), sharex=True, figsize=(4.4, 7.4) if is_narrow else (8.8, 5.2), facecolor=theme.background,
+            height_ratios=[len(bars) for _, bars in groups], layout="constrained",
+        )  # fmt: skip
+        for axes, (title, bars) in zip(all_axes, groups, strict=True):
+            names, values, kinds = zip(*bars, strict=True)
+            places = range(len(bars))
+            shades, height = [colours[kind] for kind in kinds], 0.42 if is_narrow else 0.66
+            drawn = axes.barh(places, values, color=shades, height=height)
+            axes.bar_label(drawn, [f"{value:.2f}x" for value in values], padding=4)
+            axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            axes.set_facecolor(theme.background)
+            axes.set_yticks([] if is_narrow else places, [] if is_narrow else names)
+            axes.invert_yaxis()
+            axes.set_xlim(0, 1.15 * max(*large.values(), *(small[method][0] for method in CHART)))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(theme.faint)
+            axes.tick_params(axis="y", length=0)
+            if is_narrow:
+                for place, name in zip(places, names, strict=True):
+                    axes.annotate(name, (0, place - 0.27), (3, 0), textcoords="offset points", va="bottom")
+        label = "tokens per second relative to plain generate()"
+        all_axes[-1].set_xlabel(label if is_narrow else f"{label}, with prompts")
         handles = [patches.Patch(color=colours[kind]) for kind in LEGEND]
-        axes.legend(handles, LEGEND.values(), frameon=False, ncols=1 if is_narrow else 3, loc="lower center",
-                    bbox_to_anchor=(0.4, 1.0))  # fmt: skip
+        figure.legend(handles, LEGEND.values(), frameon=False, ncols=1 if is_narrow else 3, loc="outside upper center")
         figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
         pyplot.close(figure)
 
 
 def draw(options):
     """Draw all pictures in both themes."""
-    recorded, results = (json.loads(path.read_text()) for path in (options.race, options.results))
+    paths = options.race, options.results, options.laptop
+    recorded, results, laptop = (json.loads(path.read_text()) for path in paths)
     for name, theme in THEMES.items():
         for kind, layout in LAYOUTS.items():
             (options.docs / f"race{kind}-{name}.svg").write_text(Race(recorded, theme, layout).svg() + "\n")
-            chart(results, theme, options.docs / f"speed{kind}-{name}.svg", is_narrow=layout.is_stacked)
+            chart(results, laptop, theme, options.docs / f"speed{kind}-{name}.svg", is_narrow=layout.is_stacked)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     recording = commands.add_parser("record", help="record the race")
-    recording.add_argument("--json", type=Path, default=RESULTS / "race_cpu_bf16.json")
-    recording.add_argument("--max-new-tokens", type=int, default=128)
+    recording.add_argument("model", type=Path)
+    recording.add_argument("name", help="of the model, for the picture")
+    recording.add_argument("--json", type=Path, default=RESULTS / "race_cpu.json")
+    recording.add_argument("--max-new-tokens", type=int, default=96)
     recording.add_argument("--rounds", type=int, default=5)
     recording.add_argument("--threads", type=int, default=torch.get_num_threads())
+    recording.add_argument("--llama-server", type=Path, default=quantized.SERVER)
     recording.set_defaults(run=record)
     timing = commands.add_parser("calls", help="time first calls")
     timing.add_argument("--json", type=Path, default=RESULTS / "first_calls_cpu_bf16.json")
@@ -420,7 +491,8 @@ def main(arguments=None):
     one.add_argument("text")
     one.set_defaults(run=call)
     drawing = commands.add_parser("draw", help="draw race and bar chart")
-    drawing.add_argument("--race", type=Path, default=RESULTS / "race_cpu_bf16.json")
+    drawing.add_argument("--race", type=Path, default=RESULTS / "race_cpu.json")
+    drawing.add_argument("--laptop", type=Path, default=RESULTS / "quantized_cpu.json")
     drawing.add_argument("--docs", type=Path, default=ROOT / "docs")
     drawing.set_defaults(run=draw)
     printing = commands.add_parser("table", help="print the table")

@@ -138,8 +138,8 @@ def torch_worker(form, mode, options, usage):
     return answer, []
 
 
-def llama_worker(mode, options, usage):
-    """Return the same function of a new `llama-server`, and its process; see llama.cpp's docs/speculative.md."""
+def llama_server(mode, options):
+    """Start `llama-server`; return it and a function that sends a request and returns the reply, once it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -153,26 +153,38 @@ def llama_worker(mode, options, usage):
 
     def ask(path, body=None):
         data = body and json.dumps(body).encode()
-        with urlopen(Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})) as reply:
-            return json.load(reply)
-
-    def answer(prompt_ids, max_new_tokens):
-        reply = ask("/completion", {"prompt": prompt_ids, "n_predict": max_new_tokens, "temperature": 0.0,
-                                    "cache_prompt": False, "return_tokens": True})  # fmt: skip
-        timings = reply["timings"]
-        count = timings["predicted_n"]  # with the EOS, which is not among the ids
-        steps = count - 1 - timings.get("draft_n_accepted", 0)  # the prompt's forward emits the first token
-        return {"ids": reply["tokens"], "tokens": count, "prompt_seconds": timings["prompt_ms"] / 1000,
-                "tau": (count - 1) / max(steps, 1), "timings": timings}  # fmt: skip
+        return urlopen(Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}))
 
     while server.poll() is None:
         try:
-            ask("/health")  # an error until the model is loaded
-            usage["loaded"] = memory(server.pid)
-            return answer, [server]
+            ask("/health").close()  # an error until the model is loaded
+            return server, ask
         except OSError:
             time.sleep(0.2)
     raise RuntimeError(f"llama-server ended with {server.returncode}: {command}")
+
+
+def llama_request(prompt_ids, max_new_tokens):
+    """Return the body of a request for a greedy answer; see llama.cpp's tools/server/README.md."""
+    return {"prompt": prompt_ids, "n_predict": max_new_tokens, "temperature": 0.0, "cache_prompt": False,
+            "return_tokens": True}  # fmt: skip
+
+
+def llama_worker(mode, options, usage):
+    """Return the same function of a new `llama-server`, and its process; see llama.cpp's docs/speculative.md."""
+    server, ask = llama_server(mode, options)
+    usage["loaded"] = memory(server.pid)
+
+    def answer(prompt_ids, max_new_tokens):
+        with ask("/completion", llama_request(prompt_ids, max_new_tokens)) as reply:
+            found = json.load(reply)
+        timings = found["timings"]
+        count = timings["predicted_n"]  # with the EOS, which is not among the ids
+        steps = count - 1 - timings.get("draft_n_accepted", 0)  # the prompt's forward emits the first token
+        return {"ids": found["tokens"], "tokens": count, "prompt_seconds": timings["prompt_ms"] / 1000,
+                "tau": (count - 1) / max(steps, 1), "timings": timings}  # fmt: skip
+
+    return answer, [server]
 
 
 def work(form, mode, options):

@@ -1,4 +1,4 @@
-"""For the site: the notebooks, the changelog and CONTRIBUTING.md become pages, the command line's help becomes one,
+"""For the site: notebooks, README, changelog and CONTRIBUTING.md become pages, the command line's help becomes one,
 GitHub's alerts become boxes, and links that leave `docs/` lead to the repository.
 """
 
@@ -12,7 +12,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+ROOT_PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 """Pages of the site that are files of the repository's root, where their links begin with `docs/`."""
 
 ALERT = re.compile(r"^> \[!(NOTE|TIP|WARNING)\]\n((?:>.*\n)+)", flags=re.MULTILINE)
@@ -56,7 +56,8 @@ def on_page_markdown(markdown, page, config, **_):
         parts = [f"## hf-specdec {command}\n\n```text\n{help_of(command)}\n```\n" for command in COMMANDS]
         markdown = markdown.replace("<!-- commands -->", "\n".join(parts))
     if page.file.src_uri in ROOT_PAGES:
-        markdown = markdown.replace("](docs/", "](")
+        markdown = re.sub(r"\]\((?!https?://|#|docs/)", "](../", markdown).replace("](docs/", "](")
+        markdown = re.sub(r'(src|srcset)="docs/', r'\1="', markdown)
     markdown = ALERT.sub(_admonition, markdown)
     depth = page.file.src_uri.count("/")
     out = "](" + "../" * (depth + 1)

@@ -92,7 +92,7 @@ def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     for path in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "NOTICE", "src/hf_specdec/__init__.py",
-                 "src/hf_specdec/py.typed", "tests/conftest.py", "docs/index.md", "examples/chat.py"):  # fmt: skip
+                 "src/hf_specdec/py.typed", "tests/conftest.py", "docs/tutorial.md", "examples/chat.py"):  # fmt: skip
         assert path in names, path
     assert not [
         name for name in names if name.startswith(("heads/data", "heads/smol", "runs/", ".venv", "benchmarks/results"))

@@ -142,14 +142,6 @@ def test_the_commits_of_the_results_exist() -> None:
     assert [line for line in kinds if " commit " not in line] == []
 
 
-def test_the_landing_page_has_the_example_of_the_readme() -> None:
-    """With the line that it prints; `test_the_example_runs` runs it."""
-    page = (ROOT / "docs" / "index.md").read_text()
-    example, shown = (text.split("<!-- example -->")[1].split("```\n")[:2] for text in (README, page))
-    assert example == shown
-    assert "pip install -e ." in page
-
-
 def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "drafters.md").read_text()
     ids = torch.tensor([[5, 6, 7] * 3, [9, 8, 9] * 3])

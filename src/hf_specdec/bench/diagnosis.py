@@ -301,8 +301,8 @@ def _of_drafting(found: Diagnosis, here: Circumstances) -> Iterator[Advice]:
         price = table[min(max(round(did.nodes), 1), len(table)) - 1] / table[0]
         if price > found.tau[method]:
             yield Advice(
-                f"A step of {method!r} verifies {did.nodes:.0f} nodes, which takes {price:.1f} times as long as one, and "
-                f"gives {found.tau[method]:.1f} tokens.",
+                f"A step of {method!r} verifies {did.nodes:.0f} nodes, which takes {price:.1f} times as long as one, "
+                f"and gives {found.tau[method]:.1f} tokens.",
                 "Set a smaller num_draft_tokens, or use 'auto', which measures costs.",
             )  # fmt: skip
 
