@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import BLOCKS
 from hf_specdec.cpu.quantized import PackedWeight, stored_weight
-from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
+from hf_specdec.training import Conversation, capture_features
 
 gguf = pytest.importorskip("gguf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -164,6 +166,13 @@ def test_which_weights_stay_packed() -> None:
     assert not PackedWeight.supports("Q8_0", 49155, 256)
     assert not PackedWeight.supports("Q4_K", 48, 96)
     assert PackedWeight.supports("Q8_0", 48, 96)
+
+
+def test_features_of_another_way_to_multiply_are_refused(tmp_path: Path) -> None:
+    talks = [Conversation.of([5, 6], [7, 8, 9])]
+    for rounds, told in ((False, ""), (False, ""), (True, "of another target")):
+        with pytest.raises(InvalidConfigError, match=told) if told else nullcontext():
+            capture_features(packed_model("llama", torch.float32, rounds), talks, tmp_path)
 
 
 def packed_model(family: str, dtype: torch.dtype, round_activations: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Module, functional
 from torch.utils._pytree import tree_map
 
 from hf_specdec.cpu.operations import (
@@ -160,6 +160,15 @@ _KEEPING = {
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
 }  # fmt: skip
+
+
+def packed_forms(model: Module) -> dict[str, list[int]]:
+    """Return the forms of a model's packed weights as `{"packed": [...]}`, `{}` if it has none.
+
+    They identify a target: rounding what is multiplied with them changes hidden states and answers.
+    """
+    forms = {weight.form for weight in model.parameters() if isinstance(weight, PackedWeight)}
+    return {"packed": sorted(forms)} if forms else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
+from hf_specdec.cpu.quantized import packed_forms
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, checked_path, open_regular
 from hf_specdec.training.data import TOKEN_ID_LIMIT, Conversation, check_tokens, opening_mask
@@ -268,6 +269,7 @@ def capture_features(
         "conversations": hashlib.sha256(content.encode()).hexdigest(),
         "model": model_name(model.config),
         "dtype": str(model.dtype),
+        **packed_forms(model),
     }
     with directory_lock(folder, "capture") if state.is_main_process else nullcontext():
         with state.main_process_first():
@@ -351,7 +353,9 @@ def _prepare_folder(
     if path.exists():
         existing = _read_index(folder)
         if {**existing, "layers": index["layers"]} != index:
-            raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
+            raise InvalidConfigError(
+                f"{folder} holds features of other conversations or of another target.", "Use another directory."
+            )
         if not set(index["layers"]) <= set(existing["layers"]):
             raise InvalidConfigError(
                 f"{folder} holds the layers {existing['layers']}, not {index['layers']}.", "Use another directory."

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.cpu.quantized import PackedWeight
+from hf_specdec.cpu.quantized import packed_forms
 from hf_specdec.heads.head import portable_name
 from hf_specdec.transformers_private import model_name
 
@@ -95,8 +95,8 @@ class ModelTeacher(Teacher):
     def facts(self) -> dict[str, Any]:
         """Return the model's name, its dtype and a hash of some of its weights.
 
-        The hash covers the first, middle and last parameter and the lm_head, except offloaded ones (meta tensors).
-        Forms of packed weights are listed, because rounding their inputs changes the answers.
+        The hash covers the first, middle and last parameter and the lm_head, except offloaded ones (meta tensors);
+        see also `packed_forms`.
         """
         parameters = list(self.model.parameters())
         sampled = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
@@ -109,9 +109,8 @@ class ModelTeacher(Teacher):
                 flat = parameter.detach().flatten()
                 some = flat[:: max(len(flat) // SAMPLED_WEIGHTS, 1)][:SAMPLED_WEIGHTS]
                 weights.update(some.float().cpu().numpy().tobytes())
-        forms = sorted({weight.form for weight in parameters if isinstance(weight, PackedWeight)})
         facts = {"model": self.name, "dtype": str(self.model.dtype), "weights": weights.hexdigest()[:16]}
-        return {**facts, "packed": forms} if forms else facts
+        return {**facts, **packed_forms(self.model)}
 
     def check(self, prompt: list[int]) -> None:
         """Do nothing: a local model needs no check."""
