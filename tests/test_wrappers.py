@@ -32,7 +32,7 @@ import generative
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.cpu.operations import INT8, INT8_ROUNDED
+from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, grouped_form
 from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
@@ -221,27 +221,36 @@ def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("library", "config"),
+    ("library", "config", "forms"),
     [
-        ("optimum.quanto", "int8"),
-        ("torchao.quantization", "Int8WeightOnlyConfig"),
-        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig"),
+        ("optimum.quanto", "int8", {INT8}),
+        ("optimum.quanto", "int4", {grouped_form(size, rounded=False, halves=True) for size in (32, 64)}),
+        ("torchao.quantization", "Int8WeightOnlyConfig", {INT8}),
+        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig", {INT8_ROUNDED}),
+        ("torchao.quantization", "IntxWeightOnlyConfig", {grouped_form(16, rounded=False, halves=False)}),
+        (
+            "torchao.quantization",
+            "Int8DynamicActivationIntxWeightConfig",
+            {grouped_form(16, rounded=True, halves=False)},
+        ),
     ],
 )
-def test_quantised(library: str, config: str, tmp_path: Path) -> None:
-    """Also with the CPU kernels, which read the numbers in int8; exact then, whether rows are rounded or not."""
+def test_quantised(library: str, config: str, forms: set[int], tmp_path: Path) -> None:
+    """Also with the CPU kernels, which read the numbers as they are; exact then, whether rows are rounded or not."""
     quantization = pytest.importorskip(library)
     fresh().save_pretrained(tmp_path)
     if library == "optimum.quanto":
         given: Any = transformers.QuantoConfig(weights=config)
     else:
-        given = transformers.TorchAoConfig(getattr(quantization, config)())
+        granularity = "weight_granularity" if config.startswith("Int8Dynamic") else "granularity"
+        groups = {"weight_dtype": torch.int4, granularity: quantization.PerGroup(16)} if "Intx" in config else {}
+        given = transformers.TorchAoConfig(getattr(quantization, config)(**groups))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     model.generation_config = zoo.build("llama").generation_config
     stored = [one for one in map(stored_weight, model.parameters()) if one is not None]
     assert len(stored) == 7 * model.config.num_hidden_layers
     rounds = config.startswith("Int8Dynamic")
-    assert {one.form for one in stored} == {INT8_ROUNDED if rounds else INT8}
+    assert {one.form for one in stored} == forms
     model = with_head(model)
     if not rounds:  # otherwise the smallest differences can become larger ones
         assert_equal(model)
