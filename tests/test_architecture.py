@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 994, "checkpoints": 3252, "cli": 2551, "control": 1155, "cpu": 1824,
+    "acceptance": 1030, "bench": 994, "checkpoints": 3252, "cli": 2551, "control": 1155, "cpu": 1883,
     "drafters": 6707, "fusion": 761, "generation": 3657, "heads": 3132, "reporting": 375, "training": 4264,
     "trees": 683, "verification": 6743, "viz": 996,
 }  # fmt: skip

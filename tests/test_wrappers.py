@@ -32,7 +32,7 @@ import generative
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, grouped_form
+from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, grouped_form, linear
 from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
@@ -262,6 +262,32 @@ def test_quantised(library: str, config: str, forms: set[int], tmp_path: Path) -
         config_of_call = {"method": method, "compile": "kernels", "exact": True}
         assert torch.equal(model.generate(ids, speculative=config_of_call, **options), wanted)
     assert model._speculation.programs["kernels"].runner.reads_prompts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+@pytest.mark.parametrize("size", [32, 96, None])
+def test_products_of_torchao_weights_in_groups(dtype: torch.dtype, mapping: str, size: int | None) -> None:
+    """Those of torchao's own linear, which rounds rows and, in bfloat16, dequantised weights; scales are its own."""
+    ao = pytest.importorskip("torchao.quantization")
+    x, granularity = torch.randn(9, 192).to(dtype), ao.PerAxis(0) if size is None else ao.PerGroup(size)
+    x[3], x[4] = 0, x[4].abs()
+    options = {"weight_dtype": torch.int4, "weight_granularity": granularity}
+    configs = (
+        ao.IntxWeightOnlyConfig(torch.int4, granularity, ao.MappingType[mapping]),
+        ao.Int8DynamicActivationIntxWeightConfig(**options, weight_mapping_type=ao.MappingType[mapping]),
+    )
+    for rounded, config in zip((False, True), configs, strict=True):
+        layer = torch.nn.Linear(192, 50).to(dtype)
+        ao.quantize_(layer, config)
+        stored = stored_weight(layer.weight)
+        assert stored is not None
+        assert stored.numbers.data_ptr() == layer.weight.qdata.data_ptr()
+        assert stored.form == grouped_form(64 if size is None else 32, rounded, halves=False)
+        found = linear(x, [stored.numbers], [layer.bias], scales=[stored.scale], form=stored.form)
+        torch.testing.assert_close(found, layer(x), atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+    ao.quantize_(layer := torch.nn.Linear(192, 50), ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(8)))
+    assert stored_weight(layer.weight) is None
 
 
 @pytest.mark.slow
