@@ -64,13 +64,19 @@ template <class T> static void products(long rows, long k, long n, bool gated, l
     }
 }
 
-// x W^T with weights in int8 and a scale for each row of them.
+// x W^T with weights in int8 and a scale for each row of them; or in groups of 16 with scales and offsets.
 template <class T> static void small_weights(Weights form, long rows, long k, long n, double &worst, long &different) {
     const auto x = numbers<T>(rows * k);
-    std::vector<int8_t> w(n * k);
-    std::vector<float> scale(n);
+    const bool grouped = form >= GROUPED, halves = grouped && form & 2;
+    std::vector<int8_t> w(halves ? n * k / 2 : n * k);
+    std::vector<float> scale(grouped ? n * k / 8 : n);
     for (int8_t &one : w) one = int8_t(127 * next());
     for (float &one : scale) one = float(1 + next()) / 128;
+    const auto widened = [&](long i, long j) {
+        const long number = i * k + j, half = n * k / 2;
+        const int8_t whole = !halves ? w[number] : number < half ? w[number] & 15 : w[number - half] >> 4 & 15;
+        return grouped ? double(whole) * scale[number / 16 * 2] + scale[number / 16 * 2 + 1] : double(whole) * scale[i];
+    };
     const void *const weight = w.data();
     const float *const scales = scale.data();
     const T *const bias = nullptr;
@@ -84,10 +90,15 @@ template <class T> static void small_weights(Weights form, long rows, long k, lo
             const Factor factor = rounded_row(&x[row * k], k, whole.data());
             for (long j = 0; j < k; j++) seen[j] = double(whole[j]) * factor.value;
         }
+        if (grouped && form & 1) {
+            std::vector<float> about(k);
+            round_about(&x[row * k], k, about.data());
+            seen.assign(about.begin(), about.end());
+        }
         for (long i = 0; i < n; i++) {
             double sum = 0;
-            for (long j = 0; j < k; j++) sum += w[i * k + j] * seen[j];
-            expected.push_back(sum * scale[i]);
+            for (long j = 0; j < k; j++) sum += widened(i, j) * seen[j];
+            expected.push_back(sum);
         }
     }
     Interface<T>::multiply(form, x.data(), rows, k, &weight, &scales, &bias, &n, 1, 0, nullptr, y.data(), 2);
@@ -387,6 +398,8 @@ template <class T> static void all(const char *name) {
                 products<T>(rows, k, 50, gated, 1 + rows % 3, product, different);
                 small_weights<T>(gated ? INT8 : INT8_ROUNDED, rows, k, 50, product, different);
             }
+    for (long rows : {1, 2, 3, 5, 8, 13, 40})
+        for (long bits : {0, 1, 2}) small_weights<T>(Weights(GROUPED + bits), rows, 192, 50, product, different);
     for (long rows : {1, 2, 3, 5, 8, 13})
         for (long form = PACKED; form < PACKED + 10; form++)
             with_kind((form - PACKED) / 2, [&](auto kind) { blocks<T>(kind, form, rows, 48, product, different); });

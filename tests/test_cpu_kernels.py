@@ -36,7 +36,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import library, operations, rewrite
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
-from hf_specdec.cpu.operations import GELU_TANH, INT8, INT8_ROUNDED, NO_ACTIVATION, SILU
+from hf_specdec.cpu.operations import GELU_TANH, INT8, INT8_ROUNDED, NO_ACTIVATION, SILU, grouped_form
 from hf_specdec.cpu.rewrite import KernelProducts, call_functions, join_steps, use_kernels
 from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.fusion.patterns import lift_weights
@@ -175,6 +175,51 @@ def test_products_with_weights_in_int8(dtype: torch.dtype, rows: int, form: int)
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - threads % 2)
         alone = operations.linear(x[-1:], numbers, biases, NO_ACTIVATION, residual[-1:], scales, form)
+        torch.set_num_threads(threads)
+        assert torch.equal(alone, found[-1:])
+
+
+def rounded_about_zero(x: Tensor) -> Tensor:
+    """Rows as torchao rounds them to int8 for weights of 4 bits, each about a zero of its own, in the dtype of x."""
+    least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((most - least) / 255).clamp(min=torch.finfo(x.dtype).smallest_normal)
+    zero = (-128 - (least / scale).round()).clamp(-128, 127)
+    return ((((x * (1 / scale)).round() + zero).clamp(-128, 127) - zero) * scale).double()
+
+
+@pytest.mark.parametrize("way", ["plain", "rounded", "halves"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17, 128, 300])
+def test_products_with_weights_in_groups(dtype: torch.dtype, rows: int, way: str) -> None:
+    """The same, in int8 and in 4 bits, two of them in a byte."""
+    sizes = (6, 96, 130)
+    for k, size in ((16, 16), (96, 32), (640, 128), (3072, 1024)):
+        form, raw = (
+            grouped_form(size, way == "rounded", way == "halves"),
+            [torch.randint(-128, 128, (n, k)) for n in sizes],
+        )
+        numbers = [part.to(torch.int8) for part in raw]
+        if way == "halves":
+            raw = [part & 15 for part in raw]
+            numbers = [(a | b << 4).to(torch.int8).view(2 * len(a), -1) for a, b in (part.chunk(2) for part in raw)]
+        tables = [(torch.rand(n, k // size, 2) - 0.3) / 128 for n in sizes]
+        wide = [
+            (part.view(*table.shape[:2], size) * table[..., :1].double() + table[..., 1:]).flatten(1)
+            for part, table in zip(raw, tables, strict=True)
+        ]
+        x, residual = random(rows, k, dtype=dtype), random(rows, sum(sizes), dtype=dtype)
+        x[0] = x[0].abs()
+        x[-1, : k // 2] = 0
+        exact = [(rounded_about_zero(x) if way == "rounded" else x.double()) @ weight.T for weight in wide]
+        assert max(map(operations.product_error, numbers, [dtype] * 3, tables, [form] * 3)) < (
+            2e-2 if way == "rounded" or dtype == torch.bfloat16 else 1e-5
+        )
+        found = operations.linear(x, numbers, [None] * 3, NO_ACTIVATION, residual, tables, form)
+        assert_right(found, torch.cat(exact, -1) + residual.double())
+        gated = operations.linear(x, numbers[1:2] * 2, [None] * 2, SILU, None, tables[1:2] * 2, form)
+        assert_right(gated, silu(exact[1]) * exact[1])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - threads % 2)
+        alone = operations.linear(x[-1:], numbers, [None] * 3, NO_ACTIVATION, residual[-1:], tables, form)
         torch.set_num_threads(threads)
         assert torch.equal(alone, found[-1:])
 

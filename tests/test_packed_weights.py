@@ -104,6 +104,7 @@ def test_what_torch_does_with_one() -> None:
     wide, x = weight.dequantize(), torch.randn(2, 512)
     assert isinstance(weight, PackedWeight)
     assert "Q4_K" in repr(weight.data)
+    assert weight.nbytes == weight.data.nbytes == 32 * 2 * BLOCKS["Q4_K"].here
     for kept in (weight.detach(), copy.deepcopy(weight), weight.to("cpu"), weight.clone()):
         assert isinstance(kept, PackedWeight)
         assert torch.equal(kept.dequantize(), wide)

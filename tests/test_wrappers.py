@@ -32,7 +32,7 @@ import generative
 import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.cpu.operations import INT8, INT8_ROUNDED
+from hf_specdec.cpu.operations import INT8, INT8_ROUNDED, grouped_form, linear
 from hf_specdec.cpu.quantized import stored_weight
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
@@ -221,27 +221,36 @@ def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("library", "config"),
+    ("library", "config", "forms"),
     [
-        ("optimum.quanto", "int8"),
-        ("torchao.quantization", "Int8WeightOnlyConfig"),
-        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig"),
+        ("optimum.quanto", "int8", {INT8}),
+        ("optimum.quanto", "int4", {grouped_form(size, rounded=False, halves=True) for size in (32, 64)}),
+        ("torchao.quantization", "Int8WeightOnlyConfig", {INT8}),
+        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig", {INT8_ROUNDED}),
+        ("torchao.quantization", "IntxWeightOnlyConfig", {grouped_form(16, rounded=False, halves=False)}),
+        (
+            "torchao.quantization",
+            "Int8DynamicActivationIntxWeightConfig",
+            {grouped_form(16, rounded=True, halves=False)},
+        ),
     ],
 )
-def test_quantised(library: str, config: str, tmp_path: Path) -> None:
-    """Also with the CPU kernels, which read the numbers in int8; exact then, whether rows are rounded or not."""
+def test_quantised(library: str, config: str, forms: set[int], tmp_path: Path) -> None:
+    """Also with the CPU kernels, which read the numbers as they are; exact then, whether rows are rounded or not."""
     quantization = pytest.importorskip(library)
     fresh().save_pretrained(tmp_path)
     if library == "optimum.quanto":
         given: Any = transformers.QuantoConfig(weights=config)
     else:
-        given = transformers.TorchAoConfig(getattr(quantization, config)())
+        granularity = "weight_granularity" if config.startswith("Int8Dynamic") else "granularity"
+        groups = {"weight_dtype": torch.int4, granularity: quantization.PerGroup(16)} if "Intx" in config else {}
+        given = transformers.TorchAoConfig(getattr(quantization, config)(**groups))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     model.generation_config = zoo.build("llama").generation_config
     stored = [one for one in map(stored_weight, model.parameters()) if one is not None]
     assert len(stored) == 7 * model.config.num_hidden_layers
     rounds = config.startswith("Int8Dynamic")
-    assert {one.form for one in stored} == {INT8_ROUNDED if rounds else INT8}
+    assert {one.form for one in stored} == forms
     model = with_head(model)
     if not rounds:  # otherwise the smallest differences can become larger ones
         assert_equal(model)
@@ -253,6 +262,32 @@ def test_quantised(library: str, config: str, tmp_path: Path) -> None:
         config_of_call = {"method": method, "compile": "kernels", "exact": True}
         assert torch.equal(model.generate(ids, speculative=config_of_call, **options), wanted)
     assert model._speculation.programs["kernels"].runner.reads_prompts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+@pytest.mark.parametrize("size", [32, 96, None])
+def test_products_of_torchao_weights_in_groups(dtype: torch.dtype, mapping: str, size: int | None) -> None:
+    """Those of torchao's own linear, which rounds rows and, in bfloat16, dequantised weights; scales are its own."""
+    ao = pytest.importorskip("torchao.quantization")
+    x, granularity = torch.randn(9, 192).to(dtype), ao.PerAxis(0) if size is None else ao.PerGroup(size)
+    x[3], x[4] = 0, x[4].abs()
+    options = {"weight_dtype": torch.int4, "weight_granularity": granularity}
+    configs = (
+        ao.IntxWeightOnlyConfig(torch.int4, granularity, ao.MappingType[mapping]),
+        ao.Int8DynamicActivationIntxWeightConfig(**options, weight_mapping_type=ao.MappingType[mapping]),
+    )
+    for rounded, config in zip((False, True), configs, strict=True):
+        layer = torch.nn.Linear(192, 50).to(dtype)
+        ao.quantize_(layer, config)
+        stored = stored_weight(layer.weight)
+        assert stored is not None
+        assert stored.numbers.data_ptr() == layer.weight.qdata.data_ptr()
+        assert stored.form == grouped_form(64 if size is None else 32, rounded, halves=False)
+        found = linear(x, [stored.numbers], [layer.bias], scales=[stored.scale], form=stored.form)
+        torch.testing.assert_close(found, layer(x), atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+    ao.quantize_(layer := torch.nn.Linear(192, 50), ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(8)))
+    assert stored_weight(layer.weight) is None
 
 
 @pytest.mark.slow

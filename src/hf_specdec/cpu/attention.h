@@ -287,7 +287,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                     }
 #endif
                     for (long m = 0, each = group_size(rows); m < rows; m += each)
-                        multiply_rows<Dot<T>>(k, a.dim, some, q.data + m * q.stride, q.stride, std::min(each, rows - m),
+                        multiply_rows<Dot<T>>({}, k, a.dim, some, q.data + m * q.stride, q.stride, std::min(each, rows - m),
                                               to + m * space + n, space, false, {});
                 }
             };

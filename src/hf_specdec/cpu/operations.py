@@ -22,9 +22,9 @@ from hf_specdec.errors import CacheCapacityError
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
-SAME, INT8, INT8_ROUNDED, PACKED = range(4)
-"""Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8; and from
-here on blocks of one of `BLOCKS`, twice its place, plus 1 if x is rounded to int8."""
+SAME, INT8, INT8_ROUNDED, GROUPED, PACKED = 0, 1, 2, 16, 128
+"""Forms of weights, as in products.h: the dtype of x; int8 with a scale per row; the same, times x in int8; from here
+on see `grouped_form`; and from here on blocks of one of `BLOCKS`, twice its place, plus 1 if x is rounded to int8."""
 
 
 class Block(NamedTuple):
@@ -150,9 +150,24 @@ def can_multiply(x: Any, weight: Any, bias: Any, form: int = SAME) -> bool:
     )
 
 
+def grouped_form(size: int, rounded: bool, halves: bool) -> int:
+    """Return the form of weights with a scale and an offset for each group of numbers.
+
+    Args:
+        size: Numbers of a group, a power of 2 and at least 16.
+        rounded: Whether x is rounded to int8 with a zero point per row, as torchao does it.
+        halves: Whether int8 `[N, K / 2]` holds 4 bits of the first N / 2 rows, and in the upper bits of the others.
+    """
+    return 4 * (size.bit_length() - 1) + rounded + 2 * halves
+
+
 def is_rounded(form: int) -> bool:
     """Whether weights of a form are multiplied with rows that are rounded to int8."""
-    return form == INT8_ROUNDED or (form >= PACKED and (form - PACKED) % 2 == 1)
+    return form == INT8_ROUNDED or (form >= GROUPED and form % 2 == 1)
+
+
+def _has_halves(form: int) -> bool:
+    return GROUPED <= form < PACKED and form & 2 != 0
 
 
 def block_of(form: int) -> Block:
@@ -163,7 +178,7 @@ def block_of(form: int) -> Block:
 def row_size(weight: Tensor, form: int) -> int:
     """Return K, how many numbers a row of a stored weight has."""
     if form < PACKED:
-        return weight.shape[1]
+        return weight.shape[1] * (2 if _has_halves(form) else 1)
     return weight.shape[1] // block_of(form).here * block_of(form).numbers
 
 
@@ -214,7 +229,7 @@ def linear(
         weights, biases: `[N_i, K]`, contiguous, of the dtype of x, and `[N_i]` or None for each.
         activation: `NO_ACTIVATION`, or the activation of two products of equal size.
         residual: `[..., N]` added to the result; only without an activation.
-        scales: Float32 `[N_i]` of weights in int8, contiguous.
+        scales: Float32, contiguous: `[N_i]` of weights in int8, `[N_i, groups, 2]` with offsets of those in groups.
         form: How the weights are stored.
     """
     k = x.shape[-1]
@@ -258,8 +273,11 @@ def product_error(weight: Tensor, dtype: torch.dtype, scale: Tensor | None = Non
     size, count = row_size(weight, form), len(weight)
     ends = torch.arange(count, device="cpu")
     ends = torch.cat([ends[:PROBE_COLUMNS], ends[-PROBE_COLUMNS:]])
-    checked = unpack(weight, ends, form, torch.float32) if form >= PACKED else weight[ends].float()
-    checked = checked if scale is None else checked * scale[ends, None]
+    checked = unpack(weight, ends, form, torch.float32) if form >= PACKED else _numbers(weight, ends, form)
+    if scale is not None:
+        groups = scale.view(count, -1, 1 if form < GROUPED else 2)[ends]
+        parts = checked.view(*groups.shape[:2], -1) * groups[..., :1]
+        checked = (parts if form < GROUPED else parts + groups[..., 1:]).flatten(1)
     errors = []
     for rows in PROBE_ROWS:
         numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
@@ -269,6 +287,15 @@ def product_error(weight: Tensor, dtype: torch.dtype, scale: Tensor | None = Non
         expected = functional.linear(x.float(), checked)
         errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
     return max(errors)
+
+
+def _numbers(weight: Tensor, rows: Tensor, form: int) -> Tensor:
+    """Return rows of a weight that is not in blocks, float32, without their scales."""
+    if not _has_halves(form):
+        return weight[rows].float()
+    half = len(weight) // 2
+    pairs = weight.view(half, -1)[rows % half]
+    return torch.where(rows[:, None] < half, pairs & 15, pairs >> 4 & 15).float()
 
 
 # ----------------------------------------------------------------------------------------------- norms, rotary, search

@@ -435,11 +435,11 @@ static __attribute__((noinline)) void multiply_tiles(const uint8_t *w, long k, l
 }
 
 // Weights of a kind, for `multiply_share`.
-template <class Number, class K, class Group> struct Packed {
+template <class Number, class K, class Group> struct Packed : Reading {
     typedef Number T;
     typedef uint8_t W;
     typedef Group X;
-    static constexpr bool is_packed = true, has_scales = false, has_factors = false;
+    static constexpr bool is_packed = true;
     static constexpr long row_bytes(long k) { return K::row_bytes(k); }
     static void multiply(const uint8_t *w, long k, long size, const X *x, long apart, long rows, float *out, long space) {
         const auto of = [&](auto function) { function(w, k, size, x, apart, rows, out, space); };

@@ -41,6 +41,22 @@ template <class T, class X> static Factor rounded_row(const T *from, long k, X *
     }
     return factor;
 }
+// Round a row to integers between -128 and 127 and back, about a zero of its own, computing in T as torchao does
+// (`_apply_int8_act_asym_per_token_quant_dequant`). What is no number stays none.
+template <class T> static void round_about(const T *from, long k, float *to) {
+    const auto in = [](float value) {
+        T one;
+        store(&one, value);
+        return widen(one);
+    };
+    const auto limited = [](float whole) { return std::min(std::max(whole, -128.0f), 127.0f); };
+    float least = 0, most = 0;
+    for (long i = 0; i < k; i++) least = std::min(least, widen(from[i])), most = std::max(most, widen(from[i]));
+    const float scale = std::max(in(in(most - least) / 255), 1.17549435e-38f), inverse = in(1 / scale);
+    const float zero = limited(-128 - std::nearbyint(in(least / scale)));
+    for (long i = 0; i < k; i++)
+        to[i] = in((limited(in(std::nearbyint(in(widen(from[i]) * inverse)) + zero)) - zero) * scale);
+}
 
 // Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are. At most
 // one per thread exists at a time. Row i is at `x + i / run * apart + i % run * k`.
@@ -51,13 +67,13 @@ template <class D> struct Rows {
     const Factor *factors = nullptr;
     long rows, stride;
 
-    Rows(const T *x, long rows, long k) : Rows(x, rows, k, rows, 0) {}
-    Rows(const T *x, long rows, long k, long run, long apart) : rows(rows) {
+    Rows(const T *x, long rows, long k, bool rounds) : Rows(x, rows, k, rows, 0, rounds) {}
+    Rows(const T *x, long rows, long k, long run, long apart, [[maybe_unused]] bool rounds = false) : rows(rows) {
         static thread_local std::vector<X> copy;
         static thread_local std::vector<Factor> made;
         stride = (k + D::step - 1) / D::step * D::step;
         data = (const X *)x;
-        if (std::is_same_v<X, T> && stride == k && run == rows) return;
+        if (std::is_same_v<X, T> && stride == k && run == rows && !rounds) return;
         if (copy.size() < size_t(rows * stride)) copy.resize(rows * stride);
         data = copy.data();
         if constexpr (D::has_factors) made.resize(rows), factors = made.data();
@@ -68,6 +84,11 @@ template <class D> struct Rows {
                 made[row] = rounded_row(from, k, to);
                 std::fill(to + k, to + stride, X(0));
             } else {
+                if constexpr (D::has_groups)
+                    if (rounds) {
+                        round_about(from, k, to);
+                        continue;
+                    }
                 long i = 0;
                 for (; i + D::step <= k; i += D::step) D::pack(from + i, to + i);
                 if (i == k) continue;
@@ -102,13 +123,13 @@ struct Ahead {
 // Add the products of one step of R rows of w, `apart` numbers apart, with M rows of x.
 template <class D, int R, int M>
 static inline __attribute__((always_inline)) void
-add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
+add_step(const D &d, Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
 #pragma GCC unroll 2
     for (int half = 0; half < D::parts; half++) {
         if (M >= R) {
             typename D::Part part[R];
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) part[r] = D::load(w + r * apart, half);
+            for (int r = 0; r < R; r++) part[r] = d.load(w + r * apart, half);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 typename D::Part row = D::load_x(x + m * stride + half * LANES);
@@ -125,7 +146,7 @@ add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                typename D::Part part = D::load(w + r * apart, half);
+                typename D::Part part = d.load(w + r * apart, half);
                 KEEP(part);
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) D::add(sum[r][m], part, row[m]);
@@ -136,7 +157,7 @@ add_step(Floats (&sum)[R][M], const typename D::W *w, long apart, const typename
 // One tile, for the numbers `from` to `to` of K. Sums of the numbers before are in `sums_before` unless `from` is 0, and are
 // left there unless `is_last`; then out[m * space + r * step] is set.
 template <class D, int R, int M, bool STREAMS>
-static __attribute__((noinline)) void tile(const typename D::W *w, long apart, long from, long to, bool is_last,
+static __attribute__((noinline)) void tile(const D &d, const typename D::W *w, long apart, long from, long to, bool is_last,
                                            const typename D::X *x, long stride, float *sums_before, float *out, long space,
                                            long step, Ahead ahead) {
     typedef typename D::W W;
@@ -151,22 +172,22 @@ static __attribute__((noinline)) void tile(const typename D::W *w, long apart, l
     if (STREAMS && use_prefetch)
         for (; i + 64 / long(sizeof(W)) <= end;) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch((const char *)(w + r * apart + i) + AHEAD, 0, 3);
+            for (int r = 0; r < R; r++) __builtin_prefetch((const char *)d.place(w + r * apart + i) + AHEAD, 0, 3);
 #pragma GCC unroll 4
             for (long n = 0; n < 64 / long(sizeof(W)); n += D::step, i += D::step)
-                add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+                add_step<D, R, M>(d, sum, w + i, apart, x + i, stride);
         }
     if (!STREAMS)
         for (; i < end && ahead.lines > 0; i += D::step, ahead.from += 64 * lines, ahead.lines -= lines) {
 #pragma GCC unroll 8
             for (long n = 0; n < lines; n++) __builtin_prefetch(ahead.from + 64 * n, 0, 2);
-            add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+            add_step<D, R, M>(d, sum, w + i, apart, x + i, stride);
         }
-    for (; i < end; i += D::step) add_step<D, R, M>(sum, w + i, apart, x + i, stride);
+    for (; i < end; i += D::step) add_step<D, R, M>(d, sum, w + i, apart, x + i, stride);
     if (i < to) {
         W rest[R][D::step] = {};
         for (int r = 0; r < R; r++) memcpy(rest[r], w + r * apart + i, (to - i) * sizeof(W));
-        add_step<D, R, M>(sum, rest[0], D::step, x + i, stride);
+        add_step<D, R, M>(d, sum, rest[0], D::step, x + i, stride);
     }
     if (!is_last) {
 #pragma GCC unroll 8
@@ -190,8 +211,8 @@ static __attribute__((noinline)) void tile(const typename D::W *w, long apart, l
 
 // out[m * space + n], n < size: products of `size` rows of w with M rows of x; up to three numbers after them change.
 template <class D, int M>
-static void multiply_group(const typename D::W *w, long k, long size, const typename D::X *x, long stride, float *out,
-                           long space, bool in_streams, Ahead ahead) {
+static void multiply_group(const D &d, const typename D::W *w, long k, long size, const typename D::X *x, long stride,
+                           float *out, long space, bool in_streams, Ahead ahead) {
     constexpr int R = HEIGHTS[M - 1];
     const bool in_blocks = !in_streams && k > BLOCK + BLOCK / 2;
     const long blocks = in_blocks ? (k + BLOCK - 1) / BLOCK : 1, block = in_blocks ? (k / blocks + 63) / 64 * 64 : k;
@@ -204,22 +225,22 @@ static void multiply_group(const typename D::W *w, long k, long size, const type
         const bool is_last = to == k;
         for (long t = 0; t < tiles; t++) {
             if (in_streams) {
-                tile<D, R, M, true>(w + t * k, tiles * k, from, to, is_last, x, stride, before, out + t, space, tiles, {});
+                tile<D, R, M, true>(d, w + t * k, tiles * k, from, to, is_last, x, stride, before, out + t, space, tiles, {});
                 continue;
             }
             const long n = t * R, lines = std::min(share, ahead.lines);
-            tile<D, R, M, false>(w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1,
+            tile<D, R, M, false>(d, w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1,
                                  {ahead.from, lines});
             ahead.from += 64 * lines, ahead.lines -= lines;
         }
         for (long n = tiles * R; n < size; n++)
-            tile<D, 1, M, false>(w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1, {});
+            tile<D, 1, M, false>(d, w + n * k, k, from, to, is_last, x, stride, before + n * M * LANES, out + n, space, 1, {});
     }
 }
 template <class D>
-static void multiply_rows(const typename D::W *w, long k, long size, const typename D::X *x, long stride, long rows,
+static void multiply_rows(const D &d, const typename D::W *w, long k, long size, const typename D::X *x, long stride, long rows,
                           float *out, long space, bool in_streams, Ahead ahead) {
-    const auto of = [&](auto function) { function(w, k, size, x, stride, out, space, in_streams, ahead); };
+    const auto of = [&](auto function) { function(d, w, k, size, x, stride, out, space, in_streams, ahead); };
     switch (rows) {
         case 1: return of(multiply_group<D, 1>);
         case 2: return of(multiply_group<D, 2>);
@@ -247,9 +268,10 @@ static inline Floats activated(Floats z, int activation) {
 
 // One thread's share of y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or,
 // with an activation, of the product of the first weight, activated, times that of the second. N is `total`. Weights of 8
-// bits have a scale for each of their rows. Of packed ones, the rows lie in memory that all threads share.
+// bits have a scale for each of their rows, those in groups a scale and an offset for each group. Of packed ones, the rows of
+// x lie in memory that all threads share.
 template <class D, class T = typename D::T>
-static void multiply_share(const T *x, long rows, long k, const void *const *given, const float *const *scales,
+static void multiply_share(const D &kind, const T *x, long rows, long k, const void *const *given, const float *const *scales,
                            const T *const *biases, const long *sizes, long count, long activation, long total,
                            const T *residual, T *y, [[maybe_unused]] void *memory) {
     typedef typename D::W W;
@@ -261,7 +283,7 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
     }();
     const auto input = [&] {
         if constexpr (D::is_packed) return PackedRows<D>(x, rows, k, each, (typename D::X *)memory);
-        else return Rows<D>(x, rows, k);
+        else return Rows<D>(x, rows, k, kind.rounds);
     }();
     const long unit = D::is_packed ? LANES : 8, blocks = (total + unit - 1) / unit;
     const long thread = omp_get_thread_num(), all = omp_get_num_threads();
@@ -283,15 +305,19 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
             const long size = std::min(height, end - n), lines = std::min(height, end - n - size) * pitch / 64;
             for (long m = 0; m < rows; m += each) {
                 const long some = std::min(each, rows - m), offset = lines * m / rows, here = lines * (m + some) / rows - offset;
-                const auto multiply = [&](const W *w, float *to) {
+                const auto multiply = [&](long which, float *to) {
+                    const W *const w = weights[which];
                     const auto *const x_here = input.data + m * input.stride;
                     if constexpr (D::is_packed) D::multiply(w + n * pitch, k, size, x_here, each, some, to, space);
-                    else
-                        multiply_rows<D>(w + n * k, k, size, x_here, input.stride, some, to, space, in_streams,
-                                         {(const char *)(w + (n + size) * k) + 64 * offset, here});
+                    else {
+                        D d = kind;
+                        if constexpr (D::has_groups) d.first = w, d.groups = scales[which], d.half = sizes[which] / 2 * k;
+                        multiply_rows(d, w + n * k, k, size, x_here, input.stride, some, to, space, in_streams,
+                                      {(const char *)d.place(w + (n + size) * k) + 64 * offset, here});
+                    }
                 };
-                multiply(weights[i], out);
-                if (activation) multiply(weights[1], other);
+                multiply(i, out);
+                if (activation) multiply(1, other);
                 for (long row = 0; row < some; row++)
                     for (long j = 0; j < size; j += LANES) {
                         const long place = (m + row) * total + base + n + j, number = std::min(long(LANES), size - j);
@@ -324,24 +350,28 @@ static void multiply_share(const T *x, long rows, long k, const void *const *giv
 // as long as four multiplications of floats, and does the work of two.
 static bool use_pairs = false;
 
-// How weights are stored, and what they are multiplied with; from `PACKED` on, see `with_kind`.
-enum Weights : long { SAME, INT8, INT8_ROUNDED, PACKED };
+// How weights are stored, and what they are multiplied with; from `GROUPED` on, see `Grouped`: groups of 2^(form / 4) numbers,
+// plus 1 if rows are rounded, plus 2 for 4 bits; from `PACKED` on, see `with_kind`.
+enum Weights : long { SAME, INT8, INT8_ROUNDED, GROUPED = 16, PACKED = 128 };
 
 template <class T, class... Given>
 static inline void share_rows(Weights form, const T *x, long rows, long k, Given... given) {
-    if (form == INT8) return multiply_share<Widened<T>>(x, rows, k, given...);
-    if (form == INT8_ROUNDED) return multiply_share<Integers<T>>(x, rows, k, given...);
+    if (form == INT8) return multiply_share(Widened<T>{}, x, rows, k, given...);
+    if (form == INT8_ROUNDED) return multiply_share(Integers<T>{}, x, rows, k, given...);
+    if (form >= GROUPED && form < PACKED)
+        return form & 2 ? multiply_share(Grouped<T, true>(form), x, rows, k, given...)
+                        : multiply_share(Grouped<T, false>(form), x, rows, k, given...);
     if (form >= PACKED)
         return with_kind((form - PACKED) / 2, [&](auto kind) {
             typedef decltype(kind) K;
-            if ((form - PACKED) % 2) multiply_share<Packed<T, K, RoundedGroup>>(x, rows, k, given...);
-            else multiply_share<Packed<T, K, PlainGroup>>(x, rows, k, given...);
+            if ((form - PACKED) % 2) multiply_share(Packed<T, K, RoundedGroup>{}, x, rows, k, given...);
+            else multiply_share(Packed<T, K, PlainGroup>{}, x, rows, k, given...);
         });
 #if defined(HAS_PAIRS)
     if constexpr (std::is_same_v<T, bf16>)
-        if (use_pairs) return multiply_share<Pairs>(x, rows, k, given...);
+        if (use_pairs) return multiply_share(Pairs{}, x, rows, k, given...);
 #endif
-    multiply_share<Dot<T>>(x, rows, k, given...);
+    multiply_share(Dot<T>{}, x, rows, k, given...);
 }
 
 // One thread's share, `MANY_ROWS` at a time. All threads must call it, with the calling thread's `memory_for` the form.

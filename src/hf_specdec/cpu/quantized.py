@@ -1,4 +1,4 @@
-"""Quantised weights that the CPU kernels read as they are stored: GGUF blocks, and int8 of torchao and quanto."""
+"""Quantised weights that the CPU kernels read as they are stored: GGUF blocks, and those of torchao and quanto."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_map
 from hf_specdec.cpu.operations import (
     BLOCKS,
     DTYPES,
+    GROUPED,
     INT8,
     INT8_ROUNDED,
     NO_ACTIVATION,
     PACKED,
     can_multiply,
     define_operations,
+    grouped_form,
     pack_blocks,
 )
 from hf_specdec.errors import UnsupportedModelError
@@ -73,6 +75,11 @@ class PackedWeight(Tensor):
         form = PACKED + 2 * list(BLOCKS).index(kind) + round_activations
         size = blocks.shape[1] // BLOCKS[kind].in_file * BLOCKS[kind].numbers
         return cls(pack_blocks(form, blocks.contiguous()), size, form, dtype)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the blocks."""
+        return self.blocks.nbytes
 
     def dequantize(self) -> Tensor:
         """Return the weight `[N, K]` in its dtype."""
@@ -175,8 +182,8 @@ def packed_forms(model: Module) -> dict[str, list[int]]:
 class StoredWeight:
     """The parts of a quantised weight that `operations.linear` takes."""
 
-    numbers: Tensor  # int8 `[N, K]`, or blocks as packed.h lays them out
-    scale: Tensor | None  # float32 `[N]`; None for blocks
+    numbers: Tensor  # int8 `[N, K]`, or `[N, K / 2]` of 4 bits, or blocks as packed.h lays them out
+    scale: Tensor | None  # float32 `[N]`, or `[N, groups, 2]` with offsets; None for blocks
     form: int
 
 
@@ -205,6 +212,31 @@ def stored_weight(weight: Any) -> StoredWeight | None:
         numbers, scale, form = weight._data, weight._scale, INT8
         if numbers.dtype != torch.int8 or weight.axis != 0 or weight.activation_qtype is not None:
             return None
+    elif kind.__name__ == "IntxUnpackedToInt8Tensor" and kind.__module__.startswith("torchao."):
+        rounding, scale = weight.activation_quantization, weight.scale.float()
+        if rounding not in (None, "int8_asym_per_token") or weight.block_size[0] != 1:
+            return None
+        return _grouped(weight, weight.qdata, scale, -scale * weight.zero_point, rounding is not None, halves=False)
+    elif kind.__name__ == "WeightQBitsTensor" and kind.__module__.startswith("optimum.quanto."):
+        if weight.qtype.name != "qint4" or weight.axis != 0 or len(weight) % 2:
+            return None
+        scale, shift = weight._scale.float(), weight._shift.float()
+        offset = -shift if weight._shift.is_floating_point() else -shift * scale
+        return _grouped(weight, weight._data._data, scale, offset, rounded=False, halves=True)
     else:
         return None
     return StoredWeight(numbers, scale.detach().float().flatten(), form) if scale.numel() == len(numbers) else None
+
+
+def _grouped(
+    weight: Any, numbers: Tensor, scale: Tensor, offset: Tensor, rounded: bool, halves: bool
+) -> StoredWeight | None:
+    """Return a weight of numbers times their group's scale plus its offset; None if its groups are too small."""
+    table = torch.stack([scale.detach().flatten(), offset.detach().flatten()], dim=-1).view(len(weight), -1, 2)
+    size = weight.numel() // table[..., 0].numel()
+    part = size & -size  # the kernels read groups of 2 ** n numbers
+    form = grouped_form(part, rounded, halves)
+    if weight.dim() != 2 or form < GROUPED:
+        return None
+    table = table.repeat_interleave(size // part, dim=1)
+    return StoredWeight(numbers.view(torch.int8).view(len(weight), -1), table, form)

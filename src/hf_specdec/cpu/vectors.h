@@ -198,9 +198,12 @@ static inline void add_product(Floats &sum, Floats w, Floats x) {
 }
 
 // How weights W are read, `step` at a time, as `parts` vectors, and multiplied with rows of T, packed as numbers X.
-// `finish` makes floats of sums over lanes.
-struct FloatSums {
-    static constexpr bool is_packed = false, has_scales = false, has_factors = false;
+// `total` adds up the lanes of four sums.
+struct Reading {
+    static constexpr bool is_packed = false, has_scales = false, has_factors = false, has_groups = false, rounds = false;
+    template <class W> static const W *place(const W *from) { return from; }
+};
+struct FloatSums : Reading {
     static Four total(Floats a, Floats b, Floats c, Floats d) { return sums(a, b, c, d); }
 };
 template <class W> struct Dot;
@@ -275,28 +278,50 @@ template <class Number> struct Widened : FloatSums {
     typedef Floats Part;
     static constexpr bool has_scales = true;
     static constexpr int step = LANES, parts = 1;
-    static Part load(const int8_t *from, int = 0) {
+    static SignedWords integers(const int8_t *from) {
 #if LANES == 16
-        return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+        return (SignedWords)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif LANES == 8
-        return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+        return (SignedWords)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
         int32_t four;
         memcpy(&four, from, 4);
-        return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four))))));
+        return (SignedWords)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four)))));
 #endif
     }
+    static Part load(const int8_t *from, int = 0) { return __builtin_convertvector(integers(from), Floats); }
     static Part load_x(const float *from) { return floats(from); }
     static void pack(const T *from, float *to) { store(to, floats(from)); }
     static void add(Floats &sum, Part w, Part x) { add_product(sum, w, x); }
 };
 
-// The same, multiplied with rows that are rounded to int8, each with a factor of its own. Sums are integers, whose bits
+// Weights of up to 8 bits with a scale and an offset for each group of 2^`shift` numbers, which LANES divides. If `rounds`,
+// rows of x are rounded first, see `round_about`. If HALVES, a byte holds a number of 4 bits of a row in its lower bits, and
+// one of the row that is `half` bytes further in its upper bits; the latter is asked for as if it were there.
+template <class Number, bool HALVES> struct Grouped : Widened<Number> {
+    static constexpr bool has_scales = false, has_groups = true;
+    const long shift;
+    const bool rounds;
+    const int8_t *first = nullptr;
+    const float *groups = nullptr;
+    long half = 0;
+    explicit Grouped(long form) : shift(form / 4), rounds(form & 1) {}
+    bool is_upper(const int8_t *from) const { return HALVES && from - first >= half; }
+    const int8_t *place(const int8_t *from) const { return is_upper(from) ? from - half : from; }
+    Floats load(const int8_t *from, int = 0) const {
+        const float *const group = groups + 2 * ((from - first) >> shift);
+        SignedWords whole = Widened<Number>::integers(place(from));
+        if (HALVES) whole = (is_upper(from) ? whole >> 4 : whole) & 15;
+        return fused(__builtin_convertvector(whole, Floats), group[0], Floats{} + group[1]);
+    }
+};
+
+// Weights in int8, multiplied with rows that are rounded to int8, each with a factor of its own. Sums are integers, whose bits
 // are kept in vectors of floats; `OFFSET` times the sum of a row of x is subtracted from them in the end.
-template <class Number> struct Integers {
+template <class Number> struct Integers : Reading {
     typedef Number T;
     typedef int8_t W;
-    static constexpr bool is_packed = false, has_scales = true, has_factors = true;
+    static constexpr bool has_scales = true, has_factors = true;
     static constexpr int parts = 1;
 #if defined(__AVX512VNNI__)  // multiplies unsigned with signed bytes: weights are moved up by 128
     typedef int8_t X;
