@@ -71,7 +71,8 @@ def stream_html(model, tokenizer, messages, **options):
 
 def plain_text(turn):
     """Return the text of a message of the page's history; that of an answer without the HTML of `stream_html`."""
-    text = "".join(part["text"] for part in turn["content"])
+    content = turn["content"]  # parts; a text in calls of gradio's clients
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     return text if turn["role"] == "user" else html.unescape(re.sub(r"<small>.*|<[^>]*>", "", text))
 
 

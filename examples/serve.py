@@ -20,8 +20,8 @@ no other change, also for streaming. It answers one request at a time; engines a
 
 transformers' server sets no limit on the length, and answers most bad requests with status 500 and no reason. Here
 answers end after --max-new-tokens, so that a request for 10**9 tokens does not block all others. Errors are returned
-with their reason. A request can choose the method, `generation_config='{"speculative": "prompt_lookup"}'`, but none of
-the options that read files or take much memory.
+with their reason, those of a stream as its last event. A request can choose the method,
+`generation_config='{"speculative": "prompt_lookup"}'`, but none of the options that read files or take much memory.
 """
 
 import argparse

@@ -153,8 +153,13 @@ def test_a_pipeline(saved: Path, monkeypatch: Patch, capsys: Captured) -> None:
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_published_head(layout: str, saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    """The layouts of the two heads that the script names; with one that drafts well, tau is above 1."""
-    head = Eagle3Head(Eagle3Config.for_target(AutoModelForCausalLM.from_pretrained(saved).config))
+    """The layouts of the two heads that the script names; EAGLE's own stores no layers, but reads 2, L/2 and L-3."""
+    config = copy.deepcopy(zoo.build("llama").config)
+    config.num_hidden_layers = 8
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(saved)
+    head = Eagle3Head(Eagle3Config.for_target(config))
     export_head(head, tmp_path / "head", format=layout)
     assert load_head(tmp_path / "head").layout == ("eagle3" if layout == "eagle3" else "speculators-eagle3")
     run("published_head", monkeypatch, "w05 w06", "--model", saved, "--head", tmp_path / "head",
