@@ -21,46 +21,14 @@ import json
 import os
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from hf_specdec import AutoSpeculativeModelForCausalLM, model_and_head
 
 
 def read_rows(path):
-    """Return the rows of a JSON-lines file, each of which has a prompt.
-
-    Raises:
-        OSError, ValueError: The file cannot be read, or a line is not JSON or has no prompt.
-    """
-    rows = []
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-                raise ValueError(f'{path}, line {number} is not a row such as {{"prompt": "..."}}')
-            rows.append(row)
-    return rows
-
-
-def read_answers(path):
-    """Return the rows of a file of answers; a last line that an interruption left incomplete is cut off.
-
-    Raises:
-        OSError, ValueError: See `read_rows`.
-    """
-    content = path.read_bytes() if path.exists() else b""
-    length = content.rfind(b"\n") + 1
-    if length < len(content):
-        os.truncate(path, length)
-    return read_rows(path) if length else []
+        return [json.loads(line) for line in lines]
 
 
 def main():
@@ -71,64 +39,37 @@ def main():
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--batch-size", type=int, default=4, help="prompts per call; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer; default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
     options = parser.parse_args()
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
-    if options.batch_size < 1:
-        parser.error(f"--batch-size must be at least 1, got {options.batch_size}")
-    if not options.answers.parent.is_dir():
-        parser.error(f"the directory {options.answers.parent} does not exist")
-    try:
-        rows, answered = read_rows(options.prompts), read_answers(options.answers)
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
-    except ValueError as error:
-        parser.error(str(error))
+
+    options.answers.touch()
+    os.truncate(options.answers, options.answers.read_bytes().rfind(b"\n") + 1)  # an interruption may cut a line
+    rows, answered = read_rows(options.prompts), read_rows(options.answers)
     done = len(answered)
-    if done > len(rows):
-        parser.error(f"{options.answers} has {done} answers, but there are {len(rows)} prompts: give another file")
-    for number, (before, row) in enumerate(zip(answered, rows, strict=False), start=1):
-        if before["prompt"] != row["prompt"]:
-            parser.error(
-                f"answer {number} of {options.answers} is to another prompt: give another file for the answers"
-            )
+    if [row["prompt"] for row in answered] != [row["prompt"] for row in rows[:done]]:
+        parser.error(f"{options.answers} answers other prompts: give another file for the answers")
     print(f"{done} of {len(rows)} were answered before", flush=True)
-    if done == len(rows):
-        return
-    try:
-        name, head = model_and_head(options.model, options.drafter)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if tokenizer.chat_template is None:
-            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
-        if torch.accelerator.is_available():
-            model = model.to(torch.accelerator.current_accelerator())
-        SpeculativeGenerationMixin.attach(model)
-        if head:
-            model.load_drafter(head)
-    except (OSError, SpeculativeDecodingError) as error:
-        parser.error(str(error))
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:  # Llama's tokenizers have none
-        tokenizer.pad_token = tokenizer.eos_token
+
+    name, head = model_and_head(options.model, options.drafter)
+    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="auto", device_map="auto")
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # Llama's tokenizers have none
     with options.answers.open("a", encoding="utf-8") as output:
         for start in range(done, len(rows), options.batch_size):
             batch = rows[start : start + options.batch_size]
-            chats = [[{"role": "user", "content": row["prompt"]}] for row in batch]
             inputs = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            ).to(model.device)
+                [[{"role": "user", "content": row["prompt"]}] for row in batch],
+                add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
+            ).to(model.device)  # fmt: skip
             ids = model.generate(
                 **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto",
                 pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
             texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            tau = round(model.last_speculation.mean_accepted_length, 2)
+            tau = round(model.last_speculation.tau, 2)
             for row, text in zip(batch, texts, strict=True):
                 output.write(json.dumps({**row, "answer": text.strip(), "batch_tau": tau}, ensure_ascii=False) + "\n")
             output.flush()
-            print(f"{min(start + len(batch), len(rows))} of {len(rows)}, tau {tau}", flush=True)
+            print(f"{start + len(batch)} of {len(rows)}, tau {tau}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,7 @@ order, and never on a rejected draft. In float32 the answer equals plain `genera
 
 Expected output (tau depends on the machine: `auto` measures what drafting costs):
 
-    {
-      "name": "Felix",
-      "colours": [
-        "red",
-        "black",
-        "white",
-        "brown"
-      ],
-      "legs": 4
-    }
+    {"name": "Felix", "colours": ["red", "black", "white", "brown"], "legs": 4}
     the same ids: True
     SpeculationStats(hybrid: 37 tokens in ... target forwards, tau ..., ... tokens/s; ...)
 """
@@ -27,11 +18,12 @@ import argparse
 import json
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import xgrammar
+from transformers import AutoTokenizer
+from xgrammar.contrib.hf import LogitsProcessor
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
+from hf_specdec import AutoSpeculativeModelForCausalLM, model_and_head
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTION = "Describe a cat as JSON with its name, its colours and how many legs it has."
 SCHEMA = {
     "type": "object",
@@ -50,31 +42,11 @@ def main():
     parser.add_argument("question", nargs="?", default=QUESTION, help="default: about a cat")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="of each answer; default: %(default)s")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
-    )
     options = parser.parse_args()
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
-    try:
-        import xgrammar
-        from xgrammar.contrib.hf import LogitsProcessor
-    except ImportError as error:
-        raise SystemExit(f"This example needs xgrammar: pip install xgrammar ({error})") from error
-    try:
-        name, head = model_and_head(options.model, options.drafter)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if tokenizer.chat_template is None:
-            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
-        if torch.accelerator.is_available():
-            model = model.to(torch.accelerator.current_accelerator())
-        SpeculativeGenerationMixin.attach(model)
-        if head:
-            model.load_drafter(head)
-    except (OSError, SpeculativeDecodingError) as error:
-        parser.error(str(error))
+
+    name, head = model_and_head(options.model, options.drafter)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="float32", device_map="auto")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     # without arbitrary whitespace, which a small model would generate endlessly
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
@@ -82,18 +54,14 @@ def main():
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)
-    answers = []
-    for speculative in (None, "auto"):
-        answers.append(model.generate(
-            **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=speculative,
+    answers = [
+        model.generate(
+            **inputs, max_new_tokens=200, do_sample=False, speculative=speculative,
             logits_processor=[LogitsProcessor(grammar)],  # stateful: use a new one for each call
-        ))  # fmt: skip
-    text = tokenizer.decode(answers[1][0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    try:
-        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    except json.JSONDecodeError:
-        print(f"The answer was cut off: give more than --max-new-tokens {options.max_new_tokens}.")
-    print(text)
+        )
+        for speculative in (None, "auto")
+    ]  # fmt: skip
+    print(tokenizer.decode(answers[1][0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print("the same ids:", torch.equal(*answers))
     print(model.last_speculation)
 

@@ -16,10 +16,9 @@ Expected output (tau depends on the machine: `auto` measures what drafting costs
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoTokenizer, pipeline
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
+from hf_specdec import AutoSpeculativeModelForCausalLM, model_and_head
 
 QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 
@@ -31,27 +30,15 @@ def main():
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
     options = parser.parse_args()
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
-    try:
-        name, head = model_and_head(options.model, options.drafter)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if tokenizer.chat_template is None:
-            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        if torch.accelerator.is_available():
-            model = model.to(torch.accelerator.current_accelerator())
-        SpeculativeGenerationMixin.attach(model)
-        if head:
-            model.load_drafter(head)
-    except (OSError, SpeculativeDecodingError) as error:
-        parser.error(str(error))
-    ask = pipeline("text-generation", model=model, tokenizer=tokenizer)
+
+    name, head = model_and_head(options.model, options.drafter)
+    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="auto", device_map="auto")
+    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(name))
     for question in options.questions:
         chat = [{"role": "user", "content": question}]
         (found,) = ask(chat, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto")
         print(found["generated_text"][-1]["content"])
-        print(f"    [tau {model.last_speculation.mean_accepted_length:.2f}]")
+        print(f"    [tau {model.last_speculation.tau:.2f}]")
 
 
 if __name__ == "__main__":

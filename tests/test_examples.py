@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import LocalTokenNotFoundError
 from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
@@ -29,8 +28,20 @@ import zoo
 from benchmark_script import EXAMPLES, plain_answers, plain_turns, script
 from benchmark_script import run_example as run
 from conftest import SHIPPED_HEAD
-from hf_specdec import EagleConfig, EagleHead, SpeculativeGenerationMixin, load_head
+from hf_specdec import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    SpeculativeGenerationMixin,
+    export_head,
+    load_head,
+)
 from hf_specdec.generation.loading import encode_chat
+from run_notebooks import code_lines
+
+SPEED, TAU = r"{}: \d+ tokens, \d+\.\d s, \d+\.\d tokens/s, tau {}", r"\d\.\d\d"
+"""What a `LiveStreamer` shows of a run: its name and tau are to be filled in."""
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
@@ -45,7 +56,7 @@ def test_a_file_is_answered_and_an_interrupted_run_goes_on(
     tokenizer.pad_token = None  # as many tokenizers are: a batch is padded all the same
     tokenizer.save_pretrained(saved)
     files = [tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
-    command = [*files, "--model", saved, "--batch-size", 2, "--dtype", "float32", "--max-new-tokens", 9]
+    command = [*files, "--model", saved, "--batch-size", 2, "--max-new-tokens", 9]
     run("answer_file", monkeypatch, *command)
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["answer"] for line in lines] == plain_answers(saved, prompts, 9)
@@ -59,120 +70,28 @@ def test_a_file_is_answered_and_an_interrupted_run_goes_on(
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "2 of 5 were answered before"
     assert second.startswith("4 of 5, tau ")
-    run("answer_file", monkeypatch, *files, "--model", "/no/such/model")  # not needed any more
-    assert capsys.readouterr().out.splitlines() == ["5 of 5 were answered before"]
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in [*prompts[::-1], "w20"])
     )
+    answers = (tmp_path / "out.jsonl").read_text()
     with pytest.raises(SystemExit, match="2"):
         run("answer_file", monkeypatch, *command)
-    assert "answer 1 of " in (error := capsys.readouterr().err)
-    assert "is to another prompt: give another file for the answers" in error
-    assert (tmp_path / "out.jsonl").read_text().splitlines()[:2] == lines[:2]
+    assert "answers other prompts: give another file for the answers" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_text() == answers
 
 
-REFUSALS = r"""
-answer_file CUT ANSWERS | line 3 is not JSON
-answer_file OTHER ANSWERS | line 2 is not a row such as {"prompt": "..."}
-answer_file BINARY ANSWERS | invalid start byte
-answer_file EMPTY ANSWERS | has 1 answers, but there are 0 prompts
-answer_file NONE ANSWERS | No such file
-answer_file good.jsonl out --batch-size 0 | --batch-size must be at least 1, got 0
-answer_file good.jsonl out --model SAVED --drafter /no/head | error: The head '/no/head'
-long_document NONE | the document cannot be read:
-long_document BINARY | the document cannot be read:
-long_document --chunk -1 | --chunk must be 0 or the tokens of a piece, got -1
-long_document LONG --model SAVED | prompt tokens and 128 new ones exceed the model's context of 512
-vision NONE | the image cannot be read:
-chat --max-new-tokens 0 | --max-new-tokens must be at least 1, got 0
-chat --dtype float99 | argument --dtype: invalid choice: 'float99'
-serve --port 65536 | --port: 65536 cannot be used
-evaluate --tasks one --limit 0 | --limit must be at least 1, got 0
-distil_train_publish --prompts good.jsonl --work w --epochs nan | --epochs must be above 0
-distil_train_publish --prompts good.jsonl --work w --draft-vocab-size 0 | --draft-vocab-size must be at least 1, got 0
-distil_train_publish --prompts NONE --work w | none is not a file.
-distil_train_publish --prompts good.jsonl --work w --publish you/your-head | --publish needs the Hub and a login
-text_pipeline w05 --model SAVED --drafter /no/head | error: The head '/no/head'
-adapter_and_head w05 --model SAVED --drafter /no/head | error: The head '/no/head'
-""" + "".join(
-    f"{script} --model /no/such | error: The model '/no/such' cannot be loaded: there is no\n"
-    f"{script} --model BASE | error: The model 'base' has no chat template. Give an instruct model: --model.\n"
-    for script in (
-        "chat", "text_pipeline", "answer_file good.jsonl out", "long_document", "grpo_rollouts", "quantized",
-        "vision PICTURE", f"adapter_and_head --drafter {SHIPPED_HEAD}", "structured_output", "chat_page --port 0",
-    )
-) + "".join(
-    f"{script} --model /no/such | error: The model '/no/such' cannot be loaded: there is no\n"
-    for script in ("distil_train_publish --work w --prompts good.jsonl", "serve --port 0", "evaluate --tasks one")
-)  # fmt: skip
-"""A script with its arguments, and a part of what is said of them before any model is loaded."""
-
-PACKAGES = {"distil_train_publish": "datasets", "grpo_rollouts": "trl", "adapter_and_head": "peft",
-            "quantized": "optimum.quanto", "serve": "fastapi", "structured_output": "xgrammar",
-            "evaluate": "lm_eval", "chat_page": "gradio"}  # fmt: skip
+LONGER = {"reference"}
+"""The whole algorithm on a page."""
 
 
-@pytest.mark.parametrize("refusal", REFUSALS.strip().splitlines())
-def test_wrong_values_are_refused_before_any_work(
-    refusal: str, saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
-) -> None:
-    (name, *arguments), message = refusal.split(" | ")[0].split(), refusal.split(" | ")[1]
-    pytest.importorskip(PACKAGES.get(name, "torch"))
-
-    def no_login() -> None:
-        raise LocalTokenNotFoundError("Token is required")
-
-    monkeypatch.setattr(huggingface_hub, "whoami", no_login)
-    monkeypatch.chdir(tmp_path)
-    for file, content in (
-        ("cut", b'{"prompt": "a"}\n\n{"prompt": '), ("other", b'{"prompt": "a"}\n{"question": "b"}'), ("empty", b""),
-        ("binary", b'{"prompt": "\xff"}'), ("good.jsonl", b'{"prompt": "w05"}'), ("long", b"w05 " * 600),
-        ("answers", answers := b'{"prompt": "a"}\n'),
-    ):  # fmt: skip
-        Path(file).write_bytes(content)
-    Image.new("RGB", (8, 8)).save("picture", format="PNG")
-    zoo.build("llama").config.save_pretrained("base")
-    zoo.chat_tokenizer(None).save_pretrained("base")
-    given = [str(saved) if word == "SAVED" else word.lower() if word.isupper() else word for word in arguments]
-    with pytest.raises(SystemExit):
-        run(name, monkeypatch, *given)
-    said = capsys.readouterr().err
-    assert message in said
-    assert "error: " in said.splitlines()[-1]
-    assert Path("answers").read_bytes() == answers
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "package", "arguments"),
-    [
-        ("chat_page", "gradio", "gradio", []),
-        ("structured_output", "xgrammar", "xgrammar", []),
-        ("evaluate", "lm_eval", "lm-eval", ["--tasks", "one"]),
-        ("adapter_and_head", "peft", "peft", []),
-        ("vision", "PIL", "pillow", ["picture.jpg"]),
-        ("grpo_rollouts", "trl", "trl", []),
-        ("distil_train_publish", "datasets", "datasets", ["--prompts", "prompts.txt", "--work", "work"]),
-        ("quantized", "optimum.quanto", "optimum-quanto", []),
-        ("quantized", "torchao.quantization", "torchao", ["--backend", "torchao"]),
-    ],
-)
-def test_without_an_optional_package_there_is_help(
-    name: str, module: str, package: str, arguments: list[str], monkeypatch: Patch,
-    capsys: Captured,
-) -> None:  # fmt: skip
-    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
-    with pytest.raises(SystemExit) as ended:
-        run(name, monkeypatch, "--help")
-    assert ended.value.code == 0
-    assert "usage: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=rf"^This example needs {package}: pip install "):
-        run(name, monkeypatch, *arguments)
-
-
-def test_a_server_without_its_packages(monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, "fastapi.responses", None)
-    with pytest.raises(SystemExit, match=r"^This example needs transformers\[serving\]: pip install "):
-        run("serve", monkeypatch, "--help")
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_shows_its_essence(path: Path) -> None:
+    """Without docstrings, comments, imports and options it is at most 60 lines."""
+    lines = [line.strip() for line in code_lines(path.read_text())]
+    essence = [
+        line for line in lines if not line.startswith(("import ", "from ", "parser.", "parser = ", "options = "))
+    ]
+    assert (len(essence) > 60) == (path.stem in LONGER), essence
 
 
 def adapter_and_head(saved: Path, folder: Path) -> list[Any]:
@@ -185,17 +104,20 @@ def adapter_and_head(saved: Path, folder: Path) -> list[Any]:
     return ["--adapter", folder / "adapter", "--drafter", folder / "head"]
 
 
-@pytest.mark.parametrize("end", ["", None], ids=["an empty line", "Ctrl-D"])
-def test_a_chat_on_one_cache(end: str | None, saved: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    said = iter(["w05 w06", "w07 w08", end])
+@pytest.mark.parametrize("end", [None, EOFError, KeyboardInterrupt], ids=["an empty line", "Ctrl-D", "Ctrl-C"])
+def test_a_chat_on_one_cache(
+    end: type[BaseException] | None, saved: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    said = iter(["w05 w06", "w07 w08"])
 
     def answer(_: str) -> str:
-        if (text := next(said)) is None:
-            raise EOFError
+        text = next(said, "")
+        if not text and end is not None:
+            raise end
         return text
 
     monkeypatch.setattr("builtins.input", answer)
-    run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9, "--dtype", "float32")
+    run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line.startswith("    [tau ") for line in lines] == [False, True, False, True]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
@@ -206,27 +128,7 @@ def test_a_chat_on_one_cache(end: str | None, saved: Path, monkeypatch: Patch, c
     assert lines[2].strip() == tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def test_ctrl_c_stops_an_answer_then_the_chat(saved: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    """The stopped question is dropped: the next answer is that of a new chat."""
-    said = iter(["w05 w06", "w07 w08", None])
-
-    def answer(_: str) -> str:
-        if (text := next(said)) is None:
-            raise KeyboardInterrupt
-        return text
-
-    def stop(self: Any, ids: Any) -> None:
-        monkeypatch.setattr("transformers.TextStreamer.put", put)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", answer)
-    put = transformers.TextStreamer.put
-    monkeypatch.setattr("transformers.TextStreamer.put", stop)
-    run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9, "--dtype", "float32")
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[:2] == ["[stopped]", plain_answers(saved, ["w07 w08"], 9)[0]]
-
-
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT's
 def test_an_adapter_and_a_head(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     peft = pytest.importorskip("peft")
     run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, *adapter_and_head(saved, tmp_path),
@@ -249,6 +151,25 @@ def test_a_pipeline(saved: Path, monkeypatch: Patch, capsys: Captured) -> None:
     assert all(line.startswith("    [tau ") for line in lines[1::2])
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_published_head(layout: str, saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    """The layouts of the two heads that the script names; EAGLE's own stores no layers, but reads 2, L/2 and L-3."""
+    config = copy.deepcopy(zoo.build("llama").config)
+    config.num_hidden_layers = 8
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(saved)
+    head = Eagle3Head(Eagle3Config.for_target(config))
+    export_head(head, tmp_path / "head", format=layout)
+    assert load_head(tmp_path / "head").layout == ("eagle3" if layout == "eagle3" else "speculators-eagle3")
+    run("published_head", monkeypatch, "w05 w06", "--model", saved, "--head", tmp_path / "head",
+        "--max-new-tokens", 24)  # fmt: skip
+    text, plain, again, auto = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert text == again == plain_answers(saved, ["w05 w06"], 24)[0]
+    assert re.fullmatch(SPEED.format("plain", r"1\.00"), plain)
+    assert re.fullmatch(SPEED.format("auto", TAU), auto)
+
+
 @pytest.mark.slow
 def test_structured_output(small_model_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """A grammar's processor remembers: it is called once per token, in order, and the answer is of its schema."""
@@ -256,7 +177,7 @@ def test_structured_output(small_model_path: Path, monkeypatch: Patch, capsys: C
     question = "Describe a cat as JSON with its name, its colours and how many legs it has."
     module = run("structured_output", monkeypatch, question, "--model", small_model_path, "--drafter", SHIPPED_HEAD)
     text = capsys.readouterr().out
-    found = json.loads(text[: text.index("}") + 1])
+    found = json.loads(text.splitlines()[0])
     assert set(found) == set(module.SCHEMA["required"])
     assert "the same ids: True" in text
 
@@ -346,12 +267,13 @@ def test_an_image_and_a_question(idefics3: Path, tmp_path: Path, monkeypatch: Pa
         run(
             "vision", monkeypatch, tmp_path / "picture.png", "w05 w06 w07", "--model", idefics3, "--max-new-tokens", 24
         )
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[1].startswith("plain: ")
-        assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])
-        assert lines[3] == "the same ids: True"
-        assert len(lines[0].split()) > 12
-        answers.append(lines[0])
+        text, plain, again, auto, same = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        assert re.fullmatch(SPEED.format("plain", r"1\.00"), plain)
+        assert re.fullmatch(SPEED.format("auto", TAU), auto)
+        assert same == "the same ids: True"
+        assert text == again
+        assert len(text.split()) > 12
+        answers.append(text)
     assert answers[0] != answers[1]
 
 
@@ -369,9 +291,10 @@ def test_a_quantised_target(backend: str, saved: Path, monkeypatch: Patch, capsy
     lines = capsys.readouterr().out.splitlines()
     less, full = map(float, re.fullmatch(r"weights: ([\d.]+) MiB instead of ([\d.]+) MiB", lines[0]).groups())
     assert less < full
-    assert lines[1].startswith("plain: ")
-    assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])
-    assert lines[3] == "the same ids: True"
+    assert re.fullmatch(SPEED.format("plain", r"1\.00"), lines[2])
+    assert re.fullmatch(SPEED.format("auto", TAU), lines[4])
+    assert lines[1] == lines[3] != ""
+    assert lines[5] == "the same ids: True"
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
@@ -383,12 +306,14 @@ def test_a_long_document(chunk: int, saved: Path, tmp_path: Path, monkeypatch: P
         tmp_path / "head", "--chunk", chunk, "--draft-window", 16, "--max-new-tokens", 24)  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "document.txt: 95 tokens"  # with the question and the template
-    measured = r"first token after \d+\.\d\d s, then \d+\.\d tokens/s{tau}, peak memory \d+ MiB"
-    assert re.fullmatch("plain: " + measured.replace("{tau}", ""), lines[2])
-    assert re.fullmatch("auto: " + measured.replace("{tau}", r", tau \d\.\d\d"), lines[3])
-    assert lines[4] == "the same ids: True"
+    first = r" +first token after \d+\.\d\d s"
+    patterns = [SPEED.format("plain", r"1\.00"), first, SPEED.format("auto", TAU), first]
+    assert all(re.fullmatch(*pair) for pair in zip(patterns, [*lines[2:4], *lines[5:7]], strict=True)), lines
+    assert lines[7] == "the same ids: True"
+    peak, weights = map(int, re.fullmatch(r"peak memory: (\d+) MiB, of which (\d+) MiB are .*", lines[8]).groups())
+    assert peak > weights
     text = (tmp_path / "document.txt").read_text()
-    assert lines[5].strip() == plain_answers(saved, [f"w05 w06\n\n{text}"], 24)[0]
+    assert lines[1].strip() == lines[4].strip() == plain_answers(saved, [f"w05 w06\n\n{text}"], 24)[0]
 
 
 def test_a_chat_page_streams_the_steps_of_two_turns(saved: Path) -> None:
@@ -401,11 +326,28 @@ def test_a_chat_page_streams_the_steps_of_two_turns(saved: Path) -> None:
     ):  # fmt: skip
         messages.append({"role": "user", "content": turn})
         options = {"speculative": speculative, "do_sample": False, "max_new_tokens": 40}
-        steps = list(page.stream_steps(model, tokenizer, messages, **options))
-        html, count = page.shown(steps, 2.0), sum(step.num_tokens for step in steps)
-        answer = page.plain_text(html)
+        *shown, html = page.stream_html(model, tokenizer, messages, **options)
+        answer = page.plain_text({"role": "assistant", "content": [{"type": "text", "text": html}]})
         assert answer.strip() == expected
-        assert f"{count / 2:.1f} tokens/s, {(count - 1) / (len(steps) - 1):.2f} tokens per forward" in html
-        assert html.count("<span title") + html.count("<span style") == sum(step.num_tokens > 1 for step in steps)
-        assert (len(steps) < count) == (speculative is not None)
+        tau, count = re.search(r" tokens/s, (\d\.\d\d) tokens per forward, (\d+) tokens", html).groups()
+        assert len(shown) > 1
+        assert (float(tau) > 1) == (speculative is not None) == ("<span title" in html or "<span style" in html)
+        assert int(count) > len(answer.split()) - 1
         messages.append({"role": "assistant", "content": answer})
+    assert page.plain_text({"role": "user", "content": [{"type": "text", "text": "<b>"}]}) == "<b>"
+
+
+def test_a_chat_page_whose_reader_stops_generates_no_longer(saved: Path) -> None:
+    page, tokenizer = script("chat_page", EXAMPLES), AutoTokenizer.from_pretrained(saved)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
+    before = threading.active_count()
+    stream = page.stream_html(model, tokenizer, [{"role": "user", "content": "w05"}], do_sample=False,
+                              min_new_tokens=10**6, max_new_tokens=10**6)  # fmt: skip
+    next(stream)
+    assert threading.active_count() == before + 1
+    stream.close()
+    for _ in range(100):
+        time.sleep(0.1)
+        if threading.active_count() == before:
+            return
+    raise AssertionError("The thread still generates.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +151,13 @@ def test_continuous_batching_rolls_out_plainly(
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_example(
-    lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
-) -> None:  # fmt: skip
+    lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--model", saved, "--steps", 2, "--max-new-tokens", 12, "--output", tmp_path / "run"]
     run("grpo_rollouts", monkeypatch, *arguments, *(["--lora"] if lora else []))
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
-    assert [line.split(":")[0] for line in lines] == ["rollout"] * 2 + ["rewards", "same tokens for the same seed"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if not line.startswith("{")] == [
+        "rollout", "rollout", "same tokens for the same seed",
+    ]  # fmt: skip
     assert lines[-1].endswith("True")
-    assert "grpo_rollouts" in sys.argv[0]
-    assert not [warning for warning in recwarn if issubclass(warning.category, FutureWarning)]
+    assert sum("'reward'" in line for line in lines) == 2
