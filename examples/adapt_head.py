@@ -66,6 +66,7 @@ def main():
         if talks:
             adapted = adapt(model, original, talks, options.work / str(number), options)
             spent += time.perf_counter() - begin
+            print(f"trained on {len(talks)} answers, {spent:.0f} s in all", flush=True)
         part, found = prompts[number :: options.rounds], {}
         for name, head in {"original": original, "adapted": adapted}.items():
             model.load_drafter(head, verify=False)
@@ -73,7 +74,6 @@ def main():
             model.remove_drafter("eagle")
             print(f"round {number + 1}, {name}: tau {found[name][1]:.2f}, {found[name][2]:.1f} tokens/s", flush=True)
         talks += found["original"][0]
-    print(f"seconds of training: {spent:.0f}")
 
 
 if __name__ == "__main__":

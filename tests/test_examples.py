@@ -28,6 +28,7 @@ import zoo
 from benchmark_script import EXAMPLES, plain_answers, plain_turns, script
 from benchmark_script import run_example as run
 from conftest import SHIPPED_HEAD
+from drafters import random_head
 from hf_specdec import (
     Eagle3Config,
     Eagle3Head,
@@ -227,6 +228,26 @@ def test_from_prompts_to_a_head(saved: Path, tmp_path: Path, monkeypatch: Patch,
     assert head.config.draft_vocab_size == 40
     assert head.config.base_model_name_or_path == str(saved)
     assert "EAGLE-3 head" in (tmp_path / "work" / "head" / "README.md").read_text()
+
+
+def test_a_head_goes_on_learning_from_recent_answers(
+    saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    """The second round's head has learned from the first; the answers of both heads are plain ones."""
+    prompts = [f"w0{n} w1{n}" for n in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
+    target = AutoModelForCausalLM.from_pretrained(saved)
+    random_head(target).save_pretrained(tmp_path / "head")
+    run("adapt_head", monkeypatch, "--model", saved, "--drafter", tmp_path / "head", "--prompts",
+        tmp_path / "prompts.jsonl", "--work", tmp_path / "work", "--rounds", 2, "--max-new-tokens", 12)  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    of_round = r"round {}, {}: tau \d\.\d\d, [\d.]+ tokens/s"
+    expected = [of_round.format(1, "original"), of_round.format(1, "adapted"), r"trained on 3 answers, \d+ s in all",
+                of_round.format(2, "original"), of_round.format(2, "adapted")]  # fmt: skip
+    assert len(lines) == len(expected)
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, lines, strict=True)), lines
+    captured = json.loads((tmp_path / "work" / "1" / "features" / "features.json").read_text())
+    assert len(captured["lengths"]) == 3
 
 
 # ------------------------------------------------------------------------------------------------- kinds of models
