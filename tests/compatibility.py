@@ -33,7 +33,7 @@ the tests.
 |---|---|---|---|---|
 {versions}
 
-`make bounds` and `make newest` run the fast tests, by hand. Targets use the machine's `python3`;
+`make bounds` and `make newest` run the core tests, by hand. Targets use the machine's `python3`;
 `make test PYTHON=python3.12 VENV=.venv-3.12` uses another one. transformers {supported} is supported;
 [every model](models.md) was tested in {walked}.
 

@@ -187,7 +187,6 @@ def test_a_forward_that_transformers_does_not_compile_is_refused(monkeypatch: Pa
         list(bench.measure(model, zoo.chat_tokenizer(), QUESTIONS, [methods.COMPILED], max_new_tokens=4))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
     model = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 1))

@@ -297,7 +297,6 @@ class Interrupts:
         return self._trace
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_an_interrupted_attach_is_whole_or_not_at_all(dropout: float) -> None:

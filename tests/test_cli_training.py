@@ -501,7 +501,6 @@ def train_command(saved: Path, talks: Path, output: Path, more: Path) -> list[st
     return ["train", "eagle", *map(str, options)]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_training_goes_on_with_the_same_losses(saved: Path, talks: Path, tmp_path: Path) -> None:
     """Kill -9 after a checkpoint of the second epoch, run again: every logged loss and the weights are those of an
@@ -531,7 +530,6 @@ def test_a_killed_training_goes_on_with_the_same_losses(saved: Path, talks: Path
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_train_one_head(saved: Path, tmp_path: Path) -> None:
     """`accelerate launch` over gloo: half the batch each, the weights of one process with the whole batch.
@@ -557,7 +555,6 @@ def test_two_processes_train_one_head(saved: Path, tmp_path: Path) -> None:
     assert isinstance(load_head(tmp_path / "two"), Eagle3Head)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: Path) -> None:
     """Each writes its part of the files, both wait for the last, and the features are those of one process."""

@@ -65,7 +65,7 @@ def forget() -> None:
 
 
 ON_EACH = [
-    pytest.param(case, id=str(case), marks=[pytest.mark.exhaustive] if case[0][0] != AVAILABLE[0] else [])
+    pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case[0][0] != AVAILABLE[0] else [])
     for case in itertools.product(SETS, DTYPES)
 ]
 
@@ -447,7 +447,7 @@ print({name: sorted(kinds) for name, kinds in seen.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> None:
     """Every allocation of every call fails in turn, in whichever thread; a call that succeeds later is right."""
     (tmp_path / "new.cpp").write_text(FAILING_NEW)
@@ -719,7 +719,7 @@ print([round(value, 3) for value in y])"""
 IMPORTS = "import hf_specdec.verification.programs, hf_specdec.cpu.library as one; print(one.is_loaded())"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_processes_that_build_at_once_leave_one_library_and_an_import_none(tmp_path: Path) -> None:
     def run(code: str, cache: str) -> subprocess.Popen[str]:
         variables = {"XDG_CACHE_HOME": str(tmp_path / cache), "PATH": os.environ["PATH"], "PYTHONPATH": SOURCE}

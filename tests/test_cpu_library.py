@@ -268,7 +268,7 @@ def multiply(tmp_path: Path, compiler: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=CLANG)])
 def test_a_compiler_without_openmp_makes_kernels_for_one_thread(tmp_path: Path, compiler: str) -> None:
     script = tmp_path / "refuses"
@@ -283,7 +283,7 @@ def test_a_compiler_without_openmp_makes_kernels_for_one_thread(tmp_path: Path, 
 
 
 @CLANG
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(LLVM_RUNTIME is None, reason="needs LLVM's OpenMP runtime, libomp5")
 def test_code_by_clang_uses_a_runtime_that_is_loaded(tmp_path: Path) -> None:
     [numbers] = multiply(tmp_path, "clang++", str(LLVM_RUNTIME))
@@ -343,7 +343,7 @@ EMULATED = [
 """Instruction set, compiler and emulator; docs/compatibility.md names them."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compiler", "runner"), EMULATED, ids=lambda given: given if isinstance(given, str) else given[0]
 )

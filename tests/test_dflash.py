@@ -461,7 +461,7 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
         ("dflash2", "traced"),
         ("lilicorr", "traced"),
         ("domino", "traced"),
-        pytest.param("rnn", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param("rnn", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_head_drafts_the_same(small: Any, variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,6 @@ def test_prompts_with_a_system_message(talker: Any, tmp_path: Path) -> None:
         distill(talker, chat_tokenizer("{{ raise_exception('no system') }}"), prompts, tmp_path / "no", config)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_write_the_same(saved: Path, tmp_path: Path) -> None:
     """An interrupted command is in `tests/faults.py`."""

@@ -171,7 +171,7 @@ class Liar(DraftModelDrafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["rejection", pytest.param("block", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("acceptance", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_exact_distribution_and_a_drafter_that_lies(acceptance: str) -> None:
     model: Any = SpeculativeGenerationMixin.attach(of_four_tokens(0))
     helper = of_four_tokens(1)

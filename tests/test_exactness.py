@@ -242,9 +242,7 @@ MODELS = [(name, dtype) for name in ("llama", "gemma3_text", "qwen2") for dtype 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(one, id=str(one), marks=[pytest.mark.exhaustive] if one != MODELS[0] else []) for one in MODELS
-    ],
+    params=[pytest.param(one, id=str(one), marks=[pytest.mark.slow] if one != MODELS[0] else []) for one in MODELS],
 )
 def model(request: pytest.FixtureRequest) -> Any:
     """Groups of query heads; sliding windows and other norms; biases."""

@@ -298,7 +298,6 @@ def test_an_image_and_a_question(idefics3: Path, tmp_path: Path, monkeypatch: Pa
     assert answers[0] != answers[1]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the quantisers' own
 @pytest.mark.parametrize("backend", ["quanto", "torchao"])

@@ -110,7 +110,7 @@ def test_rollouts_speculate_and_are_the_plain_ones(
         assert same_tokens(model)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_evaluation_and_a_reference_in_between(
     tmp_path: Path, probes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert state_of(model).facts[0].uses_autocast
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_continuous_batching_rolls_out_plainly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, probes: list[Any]
 ) -> None:
@@ -149,7 +149,7 @@ def test_continuous_batching_rolls_out_plainly(
     assert model.last_speculation is None
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_example(
     lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

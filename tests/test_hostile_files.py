@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "hostile_files.py"
 TALK = {"input_ids": [3, 4, 5], "loss_mask": [False, True, True]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_whatever_a_file_holds_it_is_read_or_refused() -> None:
     """Every content and place for every reader, and some hundreds at random: by a process of its own, for a C library
     may crash.

@@ -95,7 +95,7 @@ def test_broken_files(folder: Path) -> None:
         load_head(folder)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_hostile_checkpoints() -> None:
     """Four hundred broken and attacking checkpoints, in a process of their own: a clear error each, no code run."""
     script = Path(__file__).parent / "hostile.py"

@@ -114,7 +114,7 @@ ONE_PER_LAYOUT = {example.layout: name for name, example in EXAMPLES.items()}.va
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ONE_PER_LAYOUT else pytest.mark.exhaustive) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[] if name in ONE_PER_LAYOUT else pytest.mark.slow) for name in EXAMPLES]
 )
 def test_drafts_for_a_target_without_changing_its_answer(name: str, tmp_path: Path) -> None:
     model = model_of(EXAMPLES[name].target_size)
@@ -697,7 +697,7 @@ HOSTILE_FIELDS = (
 
 @pytest.mark.parametrize("name", [
     "dflash, windows", "speculators dspark",
-    *(pytest.param(name, marks=pytest.mark.exhaustive)
+    *(pytest.param(name, marks=pytest.mark.slow)
       for name in ("jetspec", "deepspec, rnn", "speculators dflash, open windows")),
 ])  # fmt: skip
 def test_hostile_configs_of_block_heads(name: str, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"medusa_num_layers": 3}, marks=pytest.mark.exhaustive),
+        pytest.param({"medusa_num_layers": 3}, marks=pytest.mark.slow),
         {"shared_lm_head": False, "draft_vocab_size": 64},
     ],
     ids=str,

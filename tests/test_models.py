@@ -22,7 +22,7 @@ SLOW = {"dots3_note_text"}
 def _parameters(names: Iterable[str]) -> list[ParameterSet]:
     """Ordinary architectures with trees are much alike: `make test` runs those of `zoo.CORE`, CI runs all."""
     ordinary = {name for name in names if name not in zoo.CORE and TOLD.get(name) == "equal, trees"} | SLOW
-    return [pytest.param(name, marks=pytest.mark.exhaustive if name in ordinary else []) for name in names]
+    return [pytest.param(name, marks=pytest.mark.slow if name in ordinary else []) for name in names]
 
 
 @pytest.mark.parametrize("name", _parameters(zoo.NAMES))

@@ -77,7 +77,7 @@ def plain() -> dict[int, torch.Tensor]:
         pytest.param(
             name, order, id=f"{name}-{order[0]}-first",
             marks=[] if order is ORDERS[0] or name in ("eagle", "token_recycling", "dflash", AUTO)
-            else pytest.mark.exhaustive,
+            else pytest.mark.slow,
         )
         for name in NAMES for order in ORDERS
     ],
@@ -186,7 +186,7 @@ def trained(head: Any, kind: str, target: Any, folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
+    "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_training_in_every_mode(kind: str, tmp_path: Path) -> None:
     """The same weights and the same tree."""

@@ -131,10 +131,7 @@ LONG = {"2_seeing_the_tree", "3_train_a_head", "4_write_a_drafter", "5_measure",
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=pytest.mark.exhaustive if path.stem in LONG else [], id=path.stem)
-        for path in NOTEBOOKS
-    ],
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else [], id=path.stem) for path in NOTEBOOKS],
 )
 def test_runs(path: Path, small_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

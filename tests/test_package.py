@@ -64,7 +64,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
@@ -85,7 +84,6 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
@@ -171,7 +169,7 @@ print(hf_specdec.packaged_model())
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_processes_of_a_group_convert_the_packaged_model_once(small_model_path: Path, tmp_path: Path) -> None:
     """Neither finds half of it, and it equals the one that a single process converts."""
     command = [sys.executable, "-W", "ignore", "-c", START, str(tmp_path / "group")]

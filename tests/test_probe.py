@@ -168,7 +168,6 @@ def small_bfloat16(small_model_path: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         monkeypatch.setattr(torch.nn.functional, "linear", with_noise(seed))

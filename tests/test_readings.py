@@ -231,7 +231,7 @@ def test_an_lm_head_tied_to_the_targets_embedding(sure_llama: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "name",
-    ["ids of layers, SpecForge's norm", pytest.param("the last layer, after its norm", marks=pytest.mark.exhaustive)],
+    ["ids of layers, SpecForge's norm", pytest.param("the last layer, after its norm", marks=pytest.mark.slow)],
 )
 def test_the_right_reading_is_found(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -51,7 +51,6 @@ def test_the_example_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_tutorial_runs(
     small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

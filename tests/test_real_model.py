@@ -25,7 +25,7 @@ BLOCK_HEAD = SHIPPED_HEAD.parent / "smollm2-135m-instruct-dflash"
 METHODS: list[Any] = ["eagle", {"method": "eagle", "tree": "static"}, "prompt_lookup"]
 
 
-@pytest.mark.parametrize("prompt", [pytest.param(PROMPTS[0], marks=pytest.mark.exhaustive), *PROMPTS[1:]])
+@pytest.mark.parametrize("prompt", [pytest.param(PROMPTS[0], marks=pytest.mark.slow), *PROMPTS[1:]])
 def test_greedy_answers_are_equal(small_model: Any, small_tokenizer: Any, prompt: str) -> None:
     inputs = encode(small_tokenizer, prompt, small_model.device)
     plain = small_model.generate(**inputs, max_new_tokens=40, do_sample=False)
@@ -65,7 +65,7 @@ def test_a_padded_batch_is_equal(small_model: Any, small_tokenizer: Any) -> None
         assert torch.equal(plain, small_model.generate(ids, speculative=method, **options))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.9])
 def test_the_same_seed_gives_the_same_tokens(small_model: Any, small_tokenizer: Any, temperature: float) -> None:
     inputs = encode(small_tokenizer, PROMPTS[0], small_model.device)
@@ -91,7 +91,7 @@ def test_a_text_iterator_streams_from_a_thread(small_model: Any, small_tokenizer
     assert "".join(pieces) == small_tokenizer.decode(plain, skip_special_tokens=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_chat_of_six_turns_on_one_cache(small_model: Any, small_tokenizer: Any) -> None:
     """Speculative and plain turns on the same cache, against plain generation that reads the whole chat anew."""
     cache, messages = DynamicCache(config=small_model.config), []
@@ -122,7 +122,7 @@ def test_stop_strings_end_an_accepted_run(small_model: Any, small_tokenizer: Any
         assert torch.equal(plain, small_model.generate(**inputs, speculative=method, **options))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_half_precision_differs_only_at_near_ties(small_model_path: Any, small_tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.bfloat16)
     SpeculativeGenerationMixin.attach(model)

@@ -301,9 +301,9 @@ GROUPED: dict[str, dict[str, Any]] = {
 
 
 def by_speed(names: tuple[str, ...]) -> list[Any]:
-    """The fast ones in every run, the others in exhaustive ones; those that this version of transformers has."""
+    """The fast ones in every run, the others in whole ones; those that this version of transformers has."""
     known = [name for name in names if name in CONFIG_MAPPING]
-    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.exhaustive) for name in known]
+    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in known]
 
 
 def grouped(name: str) -> Any:
@@ -571,7 +571,7 @@ METHODS = ("early_exit", "draft_model", "dflash", "dspark", "dflash2", "lilicorr
            "hybrid", "lookahead", "domino")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
 def test_trees_of_every_drafter(method: str, name: str, attach: Any) -> None:
     model, (ids, options) = attach(name), batch(ROWS)
@@ -605,7 +605,7 @@ def test_assistants_with_recurrent_layers_draft_trees(assistant: str, attach: An
             assert tau > (1 if noise else 2 if fields["top_k"] > 1 else 3), (noise, fields, tau)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_architecture_with_recurrent_layers_has_an_outcome() -> None:
     found = set()
     for name in zoo.NAMES:

@@ -68,7 +68,7 @@ def test_every_page_has_an_example_whose_imports_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "title", ["Generating", "Statistics", "Drafters", pytest.param("Plots", marks=pytest.mark.exhaustive)]
+    "title", ["Generating", "Statistics", "Drafters", pytest.param("Plots", marks=pytest.mark.slow)]
 )
 def test_examples_run(title: str, sure_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

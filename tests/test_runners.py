@@ -69,7 +69,6 @@ def compiled() -> Any:
     return model
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_inductor_gives_plain_answers() -> None:
     model = speculative_model(model=zoo.shallow("llama", 2))

@@ -26,8 +26,8 @@ SHARDS = {
     "auto_on_modelled_gpu.py": 1,
 }
 """In how many parts a file runs, so that two workers share it; `make test` runs the last part of each."""
-OF_EXHAUSTIVE = {"test_gpu.py", "auto_on_modelled_gpu.py"}
-"""Files of one part that only `make exhaustive` runs."""
+SLOW = {"test_gpu.py", "auto_on_modelled_gpu.py"}
+"""Files of one part that only `make check-all` runs."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ OF_EXHAUSTIVE = {"test_gpu.py", "auto_on_modelled_gpu.py"}
         pytest.param(
             name,
             f"{part}/{parts}",
-            marks=[] if part == parts - 1 and name not in OF_EXHAUSTIVE else pytest.mark.exhaustive,
+            marks=[] if part == parts - 1 and name not in SLOW else pytest.mark.slow,
         )
         for name, parts in SHARDS.items()
         for part in range(parts)

@@ -486,7 +486,7 @@ def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ the Trainer
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3", "medusa", "dflash"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "medusa", "dflash"])
 def test_training_resumes_exactly(kind: str, tmp_path: Path) -> None:
     """Six steps at once, and four, an interrupt, then the rest: the same weights and the same losses, bit by bit."""
     model = zoo.build("llama")

@@ -417,20 +417,20 @@ TRAIN = ["train", "eagle", "--data", "TALKS", "--output", "OUT", "--model", "MOD
     ("command", "size", "leaves_output"),
     [
         (["convert", "HEAD", "OUT", "--format", "eagle"], 4000, False),
-        pytest.param(["convert", "HEAD", "OUT"], 4000, False, marks=pytest.mark.exhaustive),
+        pytest.param(["convert", "HEAD", "OUT"], 4000, False, marks=pytest.mark.slow),
         pytest.param(["distill", "--invent", "4", "--output", "OUT", "--model", "MODEL", "--max-new-tokens", "40"],
-                     1000, True, marks=pytest.mark.exhaustive),
+                     1000, True, marks=pytest.mark.slow),
         (TRAIN, 20_000, True),
-        pytest.param([*TRAIN, "--features", "FEATURES"], 1500, True, marks=pytest.mark.exhaustive),
+        pytest.param([*TRAIN, "--features", "FEATURES"], 1500, True, marks=pytest.mark.slow),
         pytest.param(
             ["tree", "--drafter", "HEAD", "--data", "TALKS", "--output", "OUT", "--model", "MODEL", "--top-k", "90"],
             4000, False,
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["bench", "--prompts", "PROMPTS", "--model", "MODEL", "--json", "OUT", "--max-new-tokens", "4"],
             300, False,
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -460,7 +460,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(
         load_head(tmp_path / "out")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_at_once_are_one_and_a_refusal(saved: Path, tmp_path: Path) -> None:
     """The second `distill` says that the first is at work; killed, the first no longer is."""

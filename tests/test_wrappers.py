@@ -176,7 +176,6 @@ def test_a_device_map_with_layers_on_disk(tmp_path: Path) -> None:
     assert_equal(with_head(model))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "forward"])
@@ -196,7 +195,7 @@ def test_compiled(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", [pytest.param("prompt_lookup", marks=pytest.mark.exhaustive), "eagle3"])
+@pytest.mark.parametrize("method", [pytest.param("prompt_lookup", marks=pytest.mark.slow), "eagle3"])
 def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
     model, graphs, ids = zoo.shallow("llama", 3), list[Any](), torch.arange(3, 12)[None]
     answers = {count: model.generate(ids, max_new_tokens=count, do_sample=False) for count in (30, 50)}
@@ -291,7 +290,6 @@ def test_products_of_torchao_weights_in_groups(dtype: torch.dtype, mapping: str,
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["tensor", "synced"])
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     """Tensor parallelism over gloo, and `synced_gpus` with answers of different lengths."""
