@@ -155,6 +155,7 @@ def trees_with_logits(draw: st.DrawFn) -> tuple[TokenTree, torch.Tensor]:
     return TokenTree(torch.tensor(tokens), torch.tensor(parents)), logits
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(trees_with_logits())
 def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -> None:
@@ -228,6 +229,7 @@ CRITICAL = 51.2
 """Chi-square, 24 degrees of freedom (5 x 5 pairs), p = 0.001."""
 
 
+@pytest.mark.slow
 def test_rejection_samples_the_targets_distribution() -> None:
     """The same check with 3 % of cheated acceptances must fail, or it proves nothing."""
     assert chi_square(*sampled_pairs(0.0, 30_000)) < CRITICAL < chi_square(*sampled_pairs(0.03, 30_000))

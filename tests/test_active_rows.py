@@ -76,6 +76,7 @@ def test_answers_stay_and_forwards_shrink(model: Any, row: drafters.Row) -> None
     assert all(rows == ROWS for rows, _ in seen)
 
 
+@pytest.mark.slow
 def test_auto_on_kernels(model: Any) -> None:
     ids, mask = prompts(ROWS)
     plain, options = ends(model, ids, mask)

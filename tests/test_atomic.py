@@ -58,6 +58,7 @@ def head_of(value: float) -> EagleHead:
     return head
 
 
+@pytest.mark.slow
 @forks
 @pytest.mark.parametrize(("before", "after"), [("10MB", "10KB"), ("10KB", "10MB"), ("10MB", "10MB"), ("10KB", "10KB")])
 def test_a_save_that_is_killed_anywhere_leaves_the_old_the_new_or_a_refusal(

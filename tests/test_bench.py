@@ -69,6 +69,7 @@ def made(method: str = "plain", question: str = "1", **fields: Any) -> bench.Mea
 # ------------------------------------------------------------------------------------------------- transformers' own
 
 
+@pytest.mark.slow
 def test_an_assistant_is_measured_by_both_who_draft_with_it(places: dict[str, Path], monkeypatch: Patch) -> None:
     assert run(monkeypatch, "bench", "--model", places["model"], "--prompts", places["prompts"],
                "--assistant", places["model"],
@@ -82,6 +83,7 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(places: dict[str, Pa
     assert rows["1", "draft_model"]["tau"] > 3  # its own model as the assistant: always right
 
 
+@pytest.mark.slow
 def test_an_assistant_with_another_tokenizer_drafts_over_shared_tokens(
     places: dict[str, Path], monkeypatch: Patch
 ) -> None:
@@ -129,6 +131,7 @@ def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_force_overwrites_the_measurements_of_an_earlier_run(
     places: dict[str, Path], monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -164,6 +167,7 @@ def eager(model: Any) -> CompileConfig:
     return config
 
 
+@pytest.mark.slow
 def test_the_compiled_baseline_is_compiled_before_it_is_timed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(methods, "_compile_config", eager)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
@@ -219,6 +223,7 @@ def test_every_method_goes_on_with_its_own_answers(llama: Any, template: str | N
     assert all(len(row.seconds) == 1 and row.stages for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_no_method_learns_from_the_answers_of_another_one_or_of_another_round(llama: Any) -> None:
     """Tau is that of a model which saw these questions only, by this method; and the user's drafters learn nothing."""
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(llama))
@@ -373,6 +378,7 @@ def test_a_measurement_of_before_is_still_read() -> None:
     assert bench.summarise([old])[0]["decode_tokens_per_second"] is None
 
 
+@pytest.mark.slow
 def test_every_figure_has_its_machine_beside_it(places: dict[str, Path], monkeypatch: Patch, capsys: Captured) -> None:
     places["plot.png"].write_text("an older one")
     assert run(monkeypatch, "bench", "--model", places["model"], "--prompts", places["prompts"],

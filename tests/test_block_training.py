@@ -193,6 +193,7 @@ def test_blocks_grow_during_the_run(small: Any, fields: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------ what it learns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "weights"),
     [

@@ -206,6 +206,7 @@ def test_an_answer_that_could_be_long_costs_what_it_becomes(model: Any, method: 
     assert torch.equal(model.generate(IDS, **end), model.generate(IDS, speculative=method, **end))
 
 
+@pytest.mark.slow
 def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
     monkeypatch.setattr(call, "ANSWER_SLOTS", 10)
@@ -353,6 +354,7 @@ def test_detaching_waits_for_nobody_and_breaks_nothing(model: Any) -> None:
     assert torch.equal(model.generate(IDS, **GREEDY), plain)
 
 
+@pytest.mark.slow
 def test_attaching_while_others_generate_plainly() -> None:
     """Threads that generate without speculation all the time, a model that is attached and detached all the time."""
     model: Any = copy.deepcopy(zoo.build("llama"))

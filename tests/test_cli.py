@@ -56,6 +56,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_demo_shows_speeds_tau_and_equality(model_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     options = ["--model", model_path, "--drafter", model_path / "head", "--prompt", "w5 w6 w7"]
     assert run(monkeypatch, "demo", *options, "--max-new-tokens", 20) == 0
@@ -94,6 +95,7 @@ def test_demo_times_both_answers_with_a_streamer_or_both_without(llama: Any, mon
     assert 0 < plain.seconds < 60
 
 
+@pytest.mark.slow
 def test_demo_races_in_a_terminal(model_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -154,6 +156,7 @@ def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
     assert len(drawn(race, console)) > console.height
 
 
+@pytest.mark.slow
 def test_generate_is_the_same_with_and_without_speculation(
     model_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -192,6 +195,7 @@ def test_generate_shows_its_steps_in_colours(model_path: Path, monkeypatch: Patc
     assert "tau" in streams.err
 
 
+@pytest.mark.slow
 def test_bench_measures_and_writes(model_path: Path, monkeypatch: Patch, capsys: Captured, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(
@@ -429,6 +433,7 @@ def test_bench_reads_prompts_as_distill_does(
     assert all(name in streams.out for name in ("prose", "reasoning", "copying"))
 
 
+@pytest.mark.slow
 def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
     """So they are shown at once."""
     code = """
@@ -554,6 +559,7 @@ def test_a_command_without_arguments_shows_its_help_and_nothing_else(monkeypatch
         assert "hf-specdec: " not in streams.err
 
 
+@pytest.mark.slow
 def test_generating_and_inspecting_import_nothing_of_training(model_path: Path) -> None:
     """Whoever has an old peft, or none, is not bothered by it."""
     code = (

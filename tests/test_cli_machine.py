@@ -46,6 +46,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     assert "peft: not installed" in text
 
 
+@pytest.mark.slow
 def test_doctor_tells_what_pays(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ def test_doctor_lists_advice_in_order(
     assert "No setting was found that would make it faster." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_advises_on_the_packaged_model(
     small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

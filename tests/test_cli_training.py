@@ -62,6 +62,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_from_nothing_to_a_head_that_drafts(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """The whole way: distill --invent, train eagle on captured features, tree, generate."""
     assert run(monkeypatch, "distill", "--model", saved, "--invent", 6, "--output", tmp_path / "data", "--json",
@@ -100,6 +101,7 @@ def check_answers(model_path: Path, head: Path) -> Any:
     return load_head(head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "kind", "fields"),
     [
@@ -152,6 +154,7 @@ def files_of(command: str, folder: Path, names: dict[str, Path]) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_head_goes_on_with_the_openings_of_answers(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, kind: str
@@ -370,6 +373,7 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_is_told_before_while_and_after(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -432,6 +436,7 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
 # ------------------------------------------------------------------------------------------------------ block heads
 
 
+@pytest.mark.slow
 def test_from_conversations_to_a_head_that_drafts(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:

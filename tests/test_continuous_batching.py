@@ -54,6 +54,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "Continuous batching" in record.message]
 
 
+@pytest.mark.slow
 def test_a_batch_is_decoded_plainly_and_that_is_said_once(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     plain = one_by_one(model, speculative=None)
     with caplog.at_level(logging.WARNING, "hf_specdec"):
@@ -84,6 +85,7 @@ def test_asking_for_speculation_is_refused_before_any_work(
         batch(model, generation_config=config(), **argument)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", ["auto", {"method": "auto", "history": "per_prompt"}])
 def test_plain_transformers_loads_and_ignores_a_stored_default(model: Any, speculative: Any, tmp_path: Path) -> None:
     """As `transformers serve` loads it, without this package; saved again, the default is still there."""

@@ -272,7 +272,8 @@ def test_rotary_embeddings_are_exact(dtype: torch.dtype, dim: int) -> None:
 
 
 def block_outputs(dtype: torch.dtype, kind: str, size: int, root: int = 7) -> BlockOutputs:
-    """Outputs of three blocks, for the kernel."""
+    """Outputs of three blocks, for the kernel; the same in any order of tests, because bf16 logits may tie."""
+    torch.manual_seed(size + root)
     config = DFlashConfig(
         vocab_size=1100, draft_vocab_size=size, hidden_size=24, num_attention_heads=2, num_hidden_layers=1,
         markov_rank=5, markov_head_type=kind, sample_from_anchor=True, aux_hidden_state_layer_ids=[1],
@@ -901,6 +902,7 @@ def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatc
         make_program(lambda given: [layer(given)], x, mode="kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("how", ["later calls", "warmup"])
 def test_auto_does_not_wait_for_a_compiler(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ library._chosen(loaded, library.INSTRUCTION_SETS[2], Path(sys.argv[1]))
 print(json.dumps(used))"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, "{"])
 def test_processes_that_start_at_once_make_the_same_choice(tmp_path: Path, before: str | None) -> None:
     """Each would measure something else; one of them also replaces a damaged file."""
@@ -297,6 +298,7 @@ CLANG_FOR_WINDOWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @CLANG
 @pytest.mark.skipif(not shutil.which("llvm-nm"), reason="needs llvm-nm")
 @pytest.mark.skipif(MINGW is None, reason="needs the headers of g++-mingw-w64-x86-64")

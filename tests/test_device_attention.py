@@ -96,6 +96,7 @@ def test_what_is_seen_is_what_masks_show(kind: LayerKind, nodes: int, lengths: l
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_the_kernels_in_an_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -453,6 +453,7 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
     return graph.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "form"),
     [
@@ -481,6 +482,7 @@ def test_a_compiled_head_drafts_the_same(small: Any, variant: str, form: str, mo
     assert wanted == steps_of(small, 3, plain, **TREE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_the_kernel_grows_the_same_trees(small: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.load_or_none() is None:

@@ -74,6 +74,7 @@ def test_a_teacher_is_identified_by_weights_of_all_its_depths(talker: Any) -> No
     assert ModelTeacher(talker, 1).facts()["weights"] not in found
 
 
+@pytest.mark.slow
 def test_turns_go_on_and_are_invented(talker: Any, tmp_path: Path) -> None:
     """Given turns first, then the model's own; every answer of a conversation is marked."""
     tokenizer = chat_tokenizer()

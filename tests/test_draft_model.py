@@ -123,6 +123,7 @@ def test_a_forward_per_level_over_its_new_nodes_only() -> None:
 # ------------------------------------------------------------------------------------------------- sampled chains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("target", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("assistant", ["llama", "gemma3_text", "qwen3_next"])
@@ -297,6 +298,7 @@ def test_it_is_probed_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch)
     assert len(probed) == 2
 
 
+@pytest.mark.slow
 def test_copied_pickled_and_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model takes its assistant along; an assistant may be speculative itself; caches move as texts grow."""
     monkeypatch.setattr(draft_model, "READER_SLOTS", 3)

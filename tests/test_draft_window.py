@@ -257,6 +257,7 @@ ROWS_OF = [(name, rows) for name in HEADS for rows in (1, 3) if rows == 3 or nam
 """Heads and sizes of batches: a row alone with one head of each kind."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [(name, rows) for name, rows in ROWS_OF if name != "hybrid"])
 def test_a_window_longer_than_the_text_changes_nothing(small: Any, name: str, rows: int) -> None:
     make, config = HEADS[name]
@@ -266,6 +267,7 @@ def test_a_window_longer_than_the_text_changes_nothing(small: Any, name: str, ro
         assert found[1] == drafts_of(small, rows, config)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), ROWS_OF)
 def test_answers_are_plain_and_chunks_change_nothing(small: Any, name: str, rows: int) -> None:
     make, config = HEADS[name]
@@ -292,6 +294,7 @@ def test_any_budget_gives_the_plain_answer(small: Any, name: str, wandering: lis
     assert torch.equal(generate(small, 3), generate(small, 3, speculative={**config, "draft_window": 6}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_with_the_kernels(small: Any, name: str) -> None:
     make, config = HEADS[name]
@@ -331,6 +334,7 @@ def test_positions_are_those_in_the_text(small: Any, name: str, positions: list[
     assert all(positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_several_native_modules(rows: int, tmp_path: Path, positions: list[bool]) -> None:
     native_mtp.save("deepseek_v3", 3, tmp_path)
@@ -436,6 +440,7 @@ def test_methods_without_such_a_head_refuse_a_window(small: Any, method: str) ->
         assert torch.equal(generate(small, 1), generate(small, 1, speculative={"method": method, "draft_window": 8}))
 
 
+@pytest.mark.slow
 def test_training_stores_the_longest_text(tmp_path: Path) -> None:
     model = copy.deepcopy(zoo.shallow("llama", 2))
     talks = [Conversation(list(range(3, 3 + n)), [False, *[True] * (n - 1)]) for n in (5, 9, 7)]

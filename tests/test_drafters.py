@@ -37,6 +37,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(request.param)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
 def test_any_budget_gives_the_plain_answer(

@@ -208,6 +208,7 @@ def test_embeddings_without_ids_are_refused(llama: Any) -> None:
     assert torch.equal(plain, lookup)
 
 
+@pytest.mark.slow
 def test_chunked_prefill_keeps_all_features(llama: Any) -> None:
     llama.add_drafter(EagleDrafter(random_head(llama)))
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": MASK[:1]}

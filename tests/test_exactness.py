@@ -291,6 +291,7 @@ def test_sampled_ids_are_those_of_plain_decoding(model: Any, name: str) -> None:
         assert generate(model, 1, config, assistant_model=assistant, **SAMPLED) == plain
 
 
+@pytest.mark.slow
 def test_a_first_exact_call_runs_the_kernels_and_what_others_do_not_change_them(llama: Any) -> None:
     plain = generate(llama, 2, {**PLAIN, **EXACT})
     assert llama.last_speculation.forwards == "kernels"
@@ -299,6 +300,7 @@ def test_a_first_exact_call_runs_the_kernels_and_what_others_do_not_change_them(
     assert generate(llama, 2, {**PLAIN, **EXACT}, past_key_values=DynamicCache(config=llama.config)) == plain
 
 
+@pytest.mark.slow
 def test_the_page_is_true(exact_llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "exactness.md").read_text()
     ids, mask = prompts(1)

@@ -152,6 +152,7 @@ def test_a_pipeline(saved: Path, monkeypatch: Patch, capsys: Captured) -> None:
     assert all(line.startswith("    [tau ") for line in lines[1::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_published_head(layout: str, saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """The layouts of the two heads that the script names; EAGLE's own stores no layers, but reads 2, L/2 and L-3."""
@@ -215,6 +216,7 @@ def test_an_evaluation(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: 
     assert last == "equal answers: 4 of 4"
 
 
+@pytest.mark.slow
 def test_from_prompts_to_a_head(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """And again, which finds everything done."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"w0{n} w1{n}"}) for n in range(8)))
@@ -230,6 +232,7 @@ def test_from_prompts_to_a_head(saved: Path, tmp_path: Path, monkeypatch: Patch,
     assert "EAGLE-3 head" in (tmp_path / "work" / "head" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_learning_from_recent_answers(
     saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -280,6 +283,7 @@ def idefics3(tmp_path: Path) -> Path:
     return tmp_path / "idefics3"
 
 
+@pytest.mark.slow
 def test_an_image_and_a_question(idefics3: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """The answer depends on the picture, and is the same with speculation."""
     answers = []
@@ -317,6 +321,7 @@ def test_a_quantised_target(backend: str, saved: Path, monkeypatch: Patch, capsy
     assert lines[5] == "the same ids: True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_a_long_document(chunk: int, saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     (tmp_path / "document.txt").write_text(" ".join(f"w{5 + n % 60}" for n in range(90)))

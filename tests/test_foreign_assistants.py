@@ -245,6 +245,7 @@ def test_a_copy_that_numbers_its_tokens_otherwise_is_always_right(batch_size: in
     assert torch.equal(plain, generate(model, inputs, assistant_model=part, **given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_other_architectures(name: str, batch_size: int) -> None:
@@ -278,6 +279,7 @@ def test_pard(config: Any, batch_size: int) -> None:
         assert torch.equal(plain, generate(model, inputs, speculative="auto", **given))
 
 
+@pytest.mark.slow
 def test_tokens_without_any_text_for_the_assistant() -> None:
     """The assistant knows none of the emitted tokens: it reads nothing new, and drafts after the same text."""
     tokenizer, other = words("abcdefgh"), words("abxyz")
@@ -302,6 +304,7 @@ def test_tokens_without_any_text_for_the_assistant() -> None:
 # ------------------------------------------------------------------------------------------------- sampling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_sampled_chains_are_exact(acceptance: str) -> None:
     """The assistant knows three of the target's four tokens, in another order, and two that the target lacks."""

@@ -62,6 +62,7 @@ gate and up, or queries, keys and values, in one weight.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "of_layer", "besides"), PATTERNS, ids=lambda value: str(value))
 def test_patterns_are_found_and_no_rounding_step_changes(
     name: str, dtype: torch.dtype, of_layer: Counter[str], besides: Counter[str]
@@ -80,6 +81,7 @@ def test_patterns_are_found_and_no_rounding_step_changes(
         assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_norms_of_a_model_with_attention_of_its_own() -> None:
     """gpt-oss, which is not captured: traced without a cache, with its own attention, rotary embedding and gates."""
@@ -107,6 +109,7 @@ HEADS: dict[str, list[dict[str, int]]] = {
 """What is put in for the layers of a head, for its scores, and for what it makes of features, if anything."""
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_fused_and_compute_the_same(name: str) -> None:
@@ -252,6 +255,7 @@ def test_tiles_of_joined_products_are_chosen_by_time_and_rows(bias: bool, monkey
 triton_test = pytest.mark.skipif(not can_fuse(torch.device("cuda")), reason="Triton is not installed")
 
 
+@pytest.mark.slow
 @triton_test
 def test_triton_kernels_are_their_references() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "interpreted_fusion.py")]

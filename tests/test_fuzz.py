@@ -11,6 +11,7 @@ import fuzz_lengths
 BATCH = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(n * BATCH, marks=pytest.mark.slow) for n in range(1, 8))])
 def test_random_combinations_are_equal_or_refused(first: int) -> None:
     outcomes = []
@@ -33,6 +34,7 @@ def test_the_check_sees_a_difference() -> None:
         fuzz.compare(plain, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(15, 60, 15))])
 def test_changes_between_calls_are_seen(first: int) -> None:
@@ -44,6 +46,7 @@ def test_changes_between_calls_are_seen(first: int) -> None:
 TWICE = 2 * len(fuzz_lengths.NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(n * TWICE, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_lengths_around_every_limit_are_equal_or_refused(first: int) -> None:
     outcomes = []

@@ -133,6 +133,7 @@ def chain_of_transformers(model: Any, assistant: Any, text: list[int]) -> list[i
     return chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize(("kind", "num_shared"), [("gemma4_text", 0), ("gemma4_text", 2), ("gemma4_unified_text", 0)])
@@ -205,6 +206,7 @@ def test_a_sparse_head_drafts_tokens_of_its_centroids_only(gemma: Any) -> None:
 # ------------------------------------------------------------------------------------------ the usual checks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text"])
 @pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])

@@ -267,6 +267,7 @@ def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # ----------------------------------------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_answers_and_heads_of_a_rounded_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands of training multiply as they are told."""
     path, loaded = make(tmp_path, "qwen2"), list[bool]()

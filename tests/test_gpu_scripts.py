@@ -60,6 +60,7 @@ def test_answers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
     rows = rehearsed("gpu_training", tmp_path, "train")
     assert (tmp_path / "trained-head" / "model.safetensors").exists()

@@ -78,6 +78,7 @@ def same_tokens(model: Any) -> bool:
     return bool(found[0] == found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "stored"), [(False, "model"), (True, "trainer")])
 def test_rollouts_speculate_and_are_the_plain_ones(
     lora: bool, stored: str, tmp_path: Path, probes: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -124,6 +125,7 @@ def test_evaluation_and_a_reference_in_between(
     assert len(probes) == 2, "train and eval mode"
 
 
+@pytest.mark.slow
 def test_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of GRPOConfig: float32 weights, and a forward that enters bf16 autocast."""
     model = attached(tmp_path, speculative="auto")
@@ -149,6 +151,7 @@ def test_continuous_batching_rolls_out_plainly(
     assert model.last_speculation is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_example(
     lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -54,6 +54,7 @@ def refusals(attempts: Iterable[Callable[[], Any]]) -> list[str]:
         return list(pool.map(refusal, attempts))
 
 
+@pytest.mark.slow
 def test_a_malformed_answer_is_counted_and_the_others_are_kept() -> None:
     replies = [reply for _, reply in TABLE]
     assert len(replies) > 300
@@ -70,6 +71,7 @@ def test_a_malformed_answer_is_counted_and_the_others_are_kept() -> None:
     assert megabytes() - before < 900
 
 
+@pytest.mark.slow
 def test_a_server_without_a_valid_answer_is_refused_before_the_work() -> None:
     """Every fifth answer of the table, by `check`: the error names the address and shows what came."""
     with serving([reply for _, reply in TABLE]) as (_, url):
@@ -81,6 +83,7 @@ def test_a_server_without_a_valid_answer_is_refused_before_the_work() -> None:
     assert teacher.num_lost == 0
 
 
+@pytest.mark.slow
 def test_a_list_of_models_that_names_none_is_refused() -> None:
     cases = model_lists()
     with serving([reply for _, reply in cases]) as (_, url):
@@ -98,6 +101,7 @@ def test_a_list_of_models_that_names_none_is_refused() -> None:
     assert "redirected to http://127.0.0.1:9/" in shown["models: status 307"]
 
 
+@pytest.mark.slow
 def test_what_is_no_address_of_a_server_is_refused() -> None:
     for address, text in zip(
         ADDRESSES,
@@ -122,6 +126,7 @@ def test_settings_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatc
             ServerTeacher(f"{url}/v1", chat_tokenizer())
 
 
+@pytest.mark.slow
 def test_a_failure_that_passes_is_asked_again() -> None:
     """The client tries three times, within the time of one answer."""
     replies: list[Any] = [of({}, 503), of({}, 429, "Retry-After: 1000000")]

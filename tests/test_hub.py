@@ -181,6 +181,7 @@ def test_dtype_and_device(folder: Path) -> None:
     assert load_head(folder.parent, subfolder=folder.name).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_drafter_on_trial(folder: Path, sure_llama: Any) -> None:
     """A random head guesses little of a model that is sure of itself, one that knows the answer all of it."""
     state = torch.random.get_rng_state()

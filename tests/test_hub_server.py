@@ -75,6 +75,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield server, online, ask("offline", server.url, folder / "cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attempt", "outcome"),
     [

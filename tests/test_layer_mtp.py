@@ -74,6 +74,7 @@ def test_experts_stored_as_one_tensor(tmp_path: Path) -> None:
     assert_as_reference(again.head, model, single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", layer_mtp.KINDS)
 def test_drafts_chains_and_trees_in_batches(kind: str, tmp_path: Path) -> None:
     layer_mtp.save(kind, tmp_path)

@@ -695,6 +695,7 @@ HOSTILE_FIELDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     "dflash, windows", "speculators dspark",
     *(pytest.param(name, marks=pytest.mark.slow)

@@ -128,6 +128,7 @@ def test_the_exact_distribution_and_a_bias_of_one_percent(
     assert biased > CRITICAL
 
 
+@pytest.mark.slow
 def test_block_verification_keeps_at_least_as_much_as_token_by_token() -> None:
     kept = {}
     for rule in (rejection, block):

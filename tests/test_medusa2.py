@@ -75,6 +75,7 @@ def test_the_loss_is_its_definition(schedule: Any) -> None:
     assert model.lm_head.weight.grad is None
 
 
+@pytest.mark.slow
 def test_heads_learn_faster_and_checkpoints_hold_what_is_trained(tmp_path: Path) -> None:
     model: Any = fresh()
     heads, both = heads_for(model), adapted(model)
@@ -93,6 +94,7 @@ def test_heads_learn_faster_and_checkpoints_hold_what_is_trained(tmp_path: Path)
     assert any("lora_" in name for name in names)
 
 
+@pytest.mark.slow
 def test_two_stages_make_a_model_and_its_heads(sure_llama: Any, tmp_path: Path) -> None:
     """The merged model drafts its own answers well, and is still lossless on them; a resumed run ends the same."""
     model = sure_llama

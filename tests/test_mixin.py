@@ -482,6 +482,7 @@ def test_two_threads_generate_at_once(llama: Any) -> None:
         assert torch.equal(results[row], answer)
 
 
+@pytest.mark.slow
 def test_a_call_leaves_no_cache_behind(llama: Any) -> None:
     """Without the garbage collector's help: a cycle would keep whole caches alive until it runs."""
     with_oracle(llama)

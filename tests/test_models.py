@@ -25,6 +25,7 @@ def _parameters(names: Iterable[str]) -> list[ParameterSet]:
     return [pytest.param(name, marks=pytest.mark.slow if name in ordinary else []) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _parameters(zoo.NAMES))
 def test_equal_or_refused(name: str) -> None:
     if Version(transformers.__version__) != TABLE_VERSION and name not in zoo.CORE:

@@ -106,6 +106,7 @@ def test_sampling_in_every_mode(mode: str) -> None:
             assert answer.shape == wanted.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inference", "bfloat16", "float64", "gradients", "meta"])
 def test_attach_load_and_warm_up_in_a_mode_and_generate_outside(
     mode: str, plain: dict[int, torch.Tensor], tmp_path: Path
@@ -185,6 +186,7 @@ def trained(head: Any, kind: str, target: Any, folder: Path) -> tuple[Any, Any]:
     return head, find_tree(target, head, captured, num_nodes=4, top_k=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
@@ -201,6 +203,7 @@ def test_training_in_every_mode(kind: str, tmp_path: Path) -> None:
             assert torch.allclose(weight, wanted.state_dict()[name], rtol=1e-4, atol=1e-6), (mode, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_of_any_dtype_is_measured_as_it_is_and_trained_in_float32(

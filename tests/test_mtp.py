@@ -115,6 +115,7 @@ def test_modules_that_do_not_fit(llama: Any, tmp_path: Path) -> None:
         export_head(random_module(llama), tmp_path / "out", format="eagle3")
 
 
+@pytest.mark.slow
 def test_a_module_learns_and_is_accepted(sure_llama: Any, tmp_path: Path) -> None:
     """A few sequences by heart, through three steps of one module."""
     prompts, answers, talks = answered(sure_llama, 4, 24)

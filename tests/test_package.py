@@ -123,6 +123,7 @@ def test_a_release_finds_what_is_wrong() -> None:
         release.notes(changelog, "0.1.0", rules)
 
 
+@pytest.mark.slow
 def test_names_are_imported_when_they_are_used() -> None:
     """`import hf_specdec` is fast; a name of it also registers the heads with transformers' auto classes."""
     code = """

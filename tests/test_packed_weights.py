@@ -137,6 +137,7 @@ def test_what_torch_does_with_one() -> None:
         functional.embedding(torch.tensor([32]), weight)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_done_with_one(tmp_path: Path) -> None:
     """Nothing becomes a tensor of full size unnoticed."""
@@ -199,6 +200,7 @@ def packed_model(family: str, dtype: torch.dtype, round_activations: bool) -> An
     return SpeculativeGenerationMixin.attach(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_activations", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -304,6 +304,7 @@ def method_of(model: Any) -> list[str]:
     return [*stats.control.get("queries", ()), stats.method]
 
 
+@pytest.mark.slow
 def test_the_assistant_of_a_call() -> None:
     """A mask token in its config chooses the method that the call leaves open."""
     model, assistant = attached("llama"), pard_assistant("llama", 0.02)

@@ -72,6 +72,7 @@ def started(model: Any, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return workers, told
 
 
+@pytest.mark.slow
 def test_a_run_is_interleaved_and_goes_on_where_it_stopped(
     place: Path, model: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

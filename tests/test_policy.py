@@ -85,6 +85,7 @@ def test_a_free_source_is_heard_again_when_it_becomes_right(monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------- a text that changes
 
 
+@pytest.mark.slow
 def test_right_for_200_steps_then_wrong_then_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops within 45 steps of being wrong, and is back within 100 of being right again."""
     taken = calls_of(monkeypatch, lambda step: 0.02 if 200 <= step < 400 else 0.85, 700)
@@ -96,6 +97,7 @@ def test_right_for_200_steps_then_wrong_then_right(monkeypatch: pytest.MonkeyPat
     assert median([speedup(call[500:], plain()) for call in taken]) > 2.0
 
 
+@pytest.mark.slow
 def test_a_rest_is_short_again_after_a_head_has_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 160 steps it is wrong in 40, over and over. After each time it is back within 25 steps."""
     taken = calls_of(monkeypatch, lambda step: 0.0 if step % 160 >= 120 else 0.85, 160 * 8)
@@ -104,6 +106,7 @@ def test_a_rest_is_short_again_after_a_head_has_paid(monkeypatch: pytest.MonkeyP
     assert statistics.mean(back) > 0.75
 
 
+@pytest.mark.slow
 def test_costs_that_triple_make_trees_narrow_within_60_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a call a node costs six times as much, a tree of eight nodes twice. It is noticed, and so is
     the end of it: speed is near that of a tree that always was as wide as pays.
@@ -137,6 +140,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_was_measured_wrong_is_corrected_by_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Measured beside another program: a wide tree that was called free, or too dear, costs what it costs in the end.
@@ -153,6 +157,7 @@ def test_what_was_measured_wrong_is_corrected_by_steps(monkeypatch: pytest.Monke
     assert median(speeds) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accuracy", [0.5, 0.6, 0.85])
 def test_other_load_in_the_first_steps_is_soon_forgotten(monkeypatch: pytest.MonkeyPatch, accuracy: float) -> None:
     """Nine of the first twelve steps take 20 times as long: thirty steps later, drafting pays as without them."""
@@ -179,6 +184,7 @@ def dear_rows(width: int, rows: int, step: int) -> float:
     return 0.030 + 0.002 * width * (1 if rows == 1 else 6 * rows)
 
 
+@pytest.mark.slow
 def test_a_head_pays_at_one_row_and_not_at_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was learned with four rows, on another text, takes nothing from what is known of one."""
     shares = []
@@ -196,6 +202,7 @@ def test_a_head_pays_at_one_row_and_not_at_four(monkeypatch: pytest.MonkeyPatch)
     assert min(shares) > 0.9
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_are_no_demerit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four rows end early. The head is as good for the last one as before, and is used as before."""
     for seed in SEEDS:

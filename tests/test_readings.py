@@ -229,6 +229,7 @@ def test_an_lm_head_tied_to_the_targets_embedding(sure_llama: Any, tmp_path: Pat
 # ----------------------------------------------------------------------------------------------- the trial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["ids of layers, SpecForge's norm", pytest.param("the last layer, after its norm", marks=pytest.mark.slow)],
@@ -301,6 +302,7 @@ def test_a_gain_must_exceed_the_spread_over_texts(
     assert head.reading == readings[replaced]
 
 
+@pytest.mark.slow
 def test_heads_that_draft_nothing_keep_the_documented_reading(tmp_path: Path) -> None:
     model = SpeculativeGenerationMixin.attach(ambiguous_heads.tiny_target(0))
     for seed in (0, 3, 6):  # another reading of these accepts 6 %, 9 % and 22 % more of almost nothing, in every text

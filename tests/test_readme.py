@@ -142,6 +142,7 @@ def test_the_commits_of_the_results_exist() -> None:
     assert [line for line in kinds if " commit " not in line] == []
 
 
+@pytest.mark.slow
 def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "drafters.md").read_text()
     ids = torch.tensor([[5, 6, 7] * 3, [9, 8, 9] * 3])

@@ -35,12 +35,14 @@ def test_greedy_answers_are_equal(small_model: Any, small_tokenizer: Any, prompt
         )
 
 
+@pytest.mark.slow
 def test_the_shipped_head_is_worth_loading(small_model: Any, small_tokenizer: Any) -> None:
     inputs = encode(small_tokenizer, PROMPTS[1], small_model.device)
     small_model.generate(**inputs, max_new_tokens=60, do_sample=False, speculative="eagle")
     assert small_model.last_speculation.mean_accepted_length > 1.8
 
 
+@pytest.mark.slow
 def test_the_shipped_block_head_is_worth_loading(small_model: Any, small_tokenizer: Any) -> None:
     small_model.load_drafter(BLOCK_HEAD, name="block")
     try:
@@ -54,6 +56,7 @@ def test_the_shipped_block_head_is_worth_loading(small_model: Any, small_tokeniz
         small_model.remove_drafter("block")
 
 
+@pytest.mark.slow
 def test_a_padded_batch_is_equal(small_model: Any, small_tokenizer: Any) -> None:
     rows = [encode(small_tokenizer, prompt, small_model.device)["input_ids"][0] for prompt in PROMPTS]
     width = max(map(len, rows))
@@ -78,6 +81,7 @@ def test_the_same_seed_gives_the_same_tokens(small_model: Any, small_tokenizer: 
             assert torch.equal(plain, small_model.generate(**inputs, speculative=method, **options))
 
 
+@pytest.mark.slow
 def test_a_text_iterator_streams_from_a_thread(small_model: Any, small_tokenizer: Any) -> None:
     inputs = encode(small_tokenizer, PROMPTS[0], small_model.device)
     plain = small_model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -113,6 +117,7 @@ def test_a_chat_of_six_turns_on_one_cache(small_model: Any, small_tokenizer: Any
         messages.append({"role": "assistant", "content": text})
 
 
+@pytest.mark.slow
 def test_stop_strings_end_an_accepted_run(small_model: Any, small_tokenizer: Any) -> None:
     inputs = encode(small_tokenizer, PROMPTS[1], small_model.device)
     options = {"max_new_tokens": 60, "do_sample": False, "stop_strings": ["12", "box"], "tokenizer": small_tokenizer}

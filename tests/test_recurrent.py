@@ -492,6 +492,7 @@ def functions_of(model: Any) -> dict[str, Any]:
     return {name: space[name] for name in REPLACEMENTS if name in space}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "jamba"])
 def test_another_thread_decodes_plainly_in_the_meantime(name: str, attach: Any) -> None:
     """In every forward over a tree, at the first layer, with the functions replaced."""
@@ -516,6 +517,7 @@ def test_another_thread_decodes_plainly_in_the_meantime(name: str, attach: Any) 
     assert functions_of(model) == before
 
 
+@pytest.mark.slow
 def test_threads_that_verify_at_the_same_time() -> None:
     models: list[Any] = [SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_next"))) for _ in range(3)]
     ids, options = batch(2)
@@ -589,6 +591,7 @@ def test_trees_of_every_drafter(method: str, name: str, attach: Any) -> None:
     assert torch.equal(*answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "assistant", by_speed(("qwen3_5_text", "mamba2", "lfm2", "jamba", "kimi_linear", "falcon_h1"))
 )

@@ -104,6 +104,7 @@ def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
     assert compiled.last_speculation.forwards == "kernels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "phi", "olmo2", "gpt_oss", "deepseek_v3"])
 def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model(name)
@@ -125,6 +126,7 @@ def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyP
     assert compiled._speculation.programs["kernels"] is program
 
 
+@pytest.mark.slow
 def test_compiling_draws_no_random_number() -> None:
     """The first sampled answer of a seed, for which everything is compiled, is the plain one."""
     model = speculative_model()
@@ -157,6 +159,7 @@ def test_the_program_runs_every_step_and_gives_the_head_its_features(
     assert len(runs) == count
 
 
+@pytest.mark.slow
 def test_a_written_weight_needs_no_other_program() -> None:
     model = speculative_model()
     first = answers(model, 1, COMPILED)
@@ -167,6 +170,7 @@ def test_a_written_weight_needs_no_other_program() -> None:
     assert model._speculation.programs["kernels"].runner is program
 
 
+@pytest.mark.slow
 def test_a_moved_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
     first = answers(model, 1, COMPILED)
@@ -176,6 +180,7 @@ def test_a_moved_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert any("the program is dropped" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick", "no_kernels")
 def test_a_written_weight_that_was_packed_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
@@ -188,6 +193,7 @@ def test_a_written_weight_that_was_packed_is_noticed(caplog: pytest.LogCaptureFi
     assert any("the program is dropped" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_inductor_compiles_the_traced_operations(rows: int) -> None:
@@ -302,6 +308,7 @@ def cheap_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_programs, "MAX_SHARE", 1e9)
 
 
+@pytest.mark.slow
 def test_auto_makes_a_program_once_it_takes_a_small_share_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares are estimated from measured steps; a first call has none."""
     library.load_library()
@@ -330,6 +337,7 @@ def test_auto_makes_a_program_once_it_takes_a_small_share_of_the_calls(monkeypat
     assert state.eager_seconds == known
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize("begin", ["two calls", "warmup"])
 def test_short_calls_after_the_program_was_made_use_it(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +384,7 @@ def test_two_threads_share_one_program(compiled: Any) -> None:
     assert all(found[index] == [wanted[index % 2]] * 3 for index in range(4))
 
 
+@pytest.mark.slow
 def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     model = speculative_model()
     model.warmup(COMPILED)

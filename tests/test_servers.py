@@ -118,6 +118,7 @@ def talker(talker: Any) -> Any:
     return talker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tells_ids", [False, True])
 @pytest.mark.parametrize("counts_end", [False, True])
 def test_a_servers_answers_are_the_models(talker: Any, tmp_path: Path, tells_ids: bool, counts_end: bool) -> None:
@@ -136,6 +137,7 @@ def test_a_servers_answers_are_the_models(talker: Any, tmp_path: Path, tells_ids
     assert sent == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 40, "model": "tiny"}
 
 
+@pytest.mark.slow
 def test_turns_are_invented_and_an_interrupted_run_goes_on(talker: Any, tmp_path: Path) -> None:
     tokenizer, served = chat_tokenizer(), Served(talker)
     config = DistillConfig(max_new_tokens=60, num_turns=2, batch_size=2, batches_per_part=1, temperatures=(0.9, 0.0))
@@ -158,6 +160,7 @@ def test_turns_are_invented_and_an_interrupted_run_goes_on(talker: Any, tmp_path
         assert 1 < len(served.requests) - before < before
 
 
+@pytest.mark.slow
 def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
     """They are not asked for again, and the dataset can be read."""
     served, tokenizer = Served(talker), chat_tokenizer()
@@ -181,6 +184,7 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp_path: Path) -> None:
     """What was not answered is answered by the next run, and the dataset is that of a run without the outage."""
     served, tokenizer = Served(talker), chat_tokenizer()
@@ -241,6 +245,7 @@ class Forgetful:
         return self._tokenizer(text[1:], **options)
 
 
+@pytest.mark.slow
 def test_how_an_answer_ends(talker: Any) -> None:
     """Told ids are believed; behind a text stands the end that is told, or the only one that there is."""
     tokenizer, served = chat_tokenizer(), Served(talker)
@@ -277,6 +282,7 @@ def test_how_an_answer_ends(talker: Any) -> None:
         assert served.requests[-1]["model"] == "/home/somebody/models/tiny"
 
 
+@pytest.mark.slow
 def test_the_command(
     talker: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_good_requests_behind_bad_ones(served: tuple[Server, str], stream: bool) -> None:
     """Every kind is answered with a status and a reason, or an error in the stream; a good one follows."""

@@ -30,6 +30,7 @@ SLOW = {"test_gpu.py", "auto_on_modelled_gpu.py"}
 """Files of one part that only `make check-all` runs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shard"),
     [

@@ -92,6 +92,7 @@ def test_updates_need_no_probe_and_the_check_is_short(model: Any, lora: bool, pr
     assert (time.perf_counter() - begin) / 10 < 0.05 * seconds
 
 
+@pytest.mark.slow
 def test_modes_and_adapters_are_probed_once_each(model: Any, probes: list[Any]) -> None:
     """Train and eval, with and without the adapter, merged or not, in turn."""
     wrapped = with_lora(model)
@@ -163,6 +164,7 @@ def test_a_forward_in_autocast_is_compared_with_its_own_rounding(model: Any, mad
 # ------------------------------------------------------------------------------------------------- programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_program_takes_new_weights_and_serves_train_mode(model: Any, lora: bool, made: list[Any]) -> None:
     wrapped = with_lora(model) if lora else model
@@ -176,6 +178,7 @@ def test_a_program_takes_new_weights_and_serves_train_mode(model: Any, lora: boo
     assert len(made) == 1
 
 
+@pytest.mark.slow
 def test_programs_of_other_modes_are_kept(model: Any, made: list[Any]) -> None:
     """Rollouts in train mode, evaluation, and a merged adapter: one program each."""
     wrapped = with_lora(model)
@@ -195,6 +198,7 @@ def test_programs_of_other_modes_are_kept(model: Any, made: list[Any]) -> None:
     assert not state_of(model).spare_programs
 
 
+@pytest.mark.slow
 def test_a_program_of_other_weights_is_not_kept(model: Any, made: list[Any]) -> None:
     roll_out(model, KERNELS)
     model.double()
@@ -218,6 +222,7 @@ def test_dropout_in_train_mode_is_not_compiled(caplog: pytest.LogCaptureFixture,
     assert len(made) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_compiled_head_is_made_again_only_if_it_copies_rows(model: Any, reduced: bool) -> None:
     head = random_head(model, draft_vocab_size=32 if reduced else None)
@@ -269,6 +274,7 @@ def test_without_an_update_nothing_fades(model: Any, monkeypatch: pytest.MonkeyP
     roll_out(wrapped)
 
 
+@pytest.mark.slow
 def test_a_head_for_the_old_weights_is_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that always knew the answer is queried in every step; after new weights, in fewer and fewer."""
     # forwards of 2 ms at any width and queries of 1 ms: the speed of this machine must not decide

@@ -146,6 +146,7 @@ def test_captured_features_of_more_layers_serve_those_who_need_fewer(tmp_path: P
         capture_features(model, TALKS, tmp_path / "made", layers=(0, 1, LAST))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -393,6 +394,7 @@ def test_the_medusa_loss_is_its_definition(fields: dict[str, Any], soft_labels: 
     torch.testing.assert_close(outputs.loss, total, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) -> None:
     assert [grown(3, tenth / 10, 0.5) for tenth in range(11)] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert [grown(3, share, 0.0) for share in (0.0, 1.0)] == [3, 3]
@@ -434,6 +436,7 @@ def test_what_was_said_before_is_left_out() -> None:
     assert drop_near_duplicates(talks, 0.5, [again]) == [half, short]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Path) -> None:
     """It is measured before each checkpoint, and the weights at the end are those of the best one."""
@@ -486,6 +489,7 @@ def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ the Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "medusa", "dflash"])
 def test_training_resumes_exactly(kind: str, tmp_path: Path) -> None:
     """Six steps at once, and four, an interrupt, then the rest: the same weights and the same losses, bit by bit."""
@@ -508,6 +512,7 @@ def test_training_resumes_exactly(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
 
 
+@pytest.mark.slow
 def test_a_run_is_not_continued_with_other_data_or_settings(tmp_path: Path) -> None:
     model = zoo.build("llama")
 
@@ -529,6 +534,7 @@ def test_a_run_is_not_continued_with_other_data_or_settings(tmp_path: Path) -> N
             train(talks, other, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_quantised_target_is_a_target(version: int, tmp_path: Path) -> None:
     """int8 weights: features, teacher and start come from what the quantised model computes."""
@@ -547,6 +553,7 @@ def test_a_quantised_target_is_a_target(version: int, tmp_path: Path) -> None:
     assert not torch.equal(head.fc.weight, before)
 
 
+@pytest.mark.slow
 def test_a_head_in_shards_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP needs an accelerator; here its gathering is played: a new head with the trained weights comes back."""
     model = zoo.build("llama")
@@ -614,6 +621,7 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
+@pytest.mark.slow
 def test_the_log_tells_accuracies_and_tau(tmp_path: Path) -> None:
     model = zoo.build("llama")
     heads = MedusaHeads(MedusaConfig.for_target(model.config, medusa_num_heads=2))

@@ -82,6 +82,7 @@ def _hidden(heads: MedusaHeads, head: int, feature: torch.Tensor) -> torch.Tenso
     return feature
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "fields", "size"),
     [

@@ -125,6 +125,7 @@ def pictures(stats: SpeculationStats, **theme: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_picture_of_a_generation(stats: SpeculationStats, tmp_path: Path) -> None:
     drawn = pictures(stats)
     tree = drawn["step"]

@@ -87,6 +87,7 @@ def compatible_peft() -> Any:
     return peft
 
 
+@pytest.mark.slow
 def test_lora_active_disabled_several_and_merged() -> None:
     peft = pytest.importorskip("peft")
     wrapped = SpeculativeGenerationMixin.attach(peft.get_peft_model(fresh(), adapted(target_modules=["q_proj"])))
@@ -152,6 +153,7 @@ def test_adapters_by_row_are_refused_by_name(name: str) -> None:
 # ------------------------------------------------------------------------------------------------- where weights lie
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning")
 def test_offloaded_to_cpu_and_disk(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -162,6 +164,7 @@ def test_offloaded_to_cpu_and_disk(tmp_path: Path) -> None:
         assert_equal(model, methods=("eagle", "dflash"), compile="kernels")
 
 
+@pytest.mark.slow
 def test_a_device_map_with_layers_on_disk(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     fresh().save_pretrained(tmp_path / "model")
@@ -194,6 +197,7 @@ def test_compiled(how: str) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", [pytest.param("prompt_lookup", marks=pytest.mark.slow), "eagle3"])
 def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
