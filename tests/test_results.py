@@ -29,7 +29,7 @@ def rows_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["first_page_cpu_bf16", "race_cpu", "first_calls_cpu_bf16", "batches_cpu_bf16",
                                   "blocks_cpu_bf16", "blocks_unseen_cpu_bf16",
                                   "blocks_recurrent_cpu_bf16", "auto_heads_cpu_bf16", "long_texts_cpu_bf16",
-                                  "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu"])  # fmt: skip
+                                  "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu", "five_steps_cpu"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     rows = rows_of(f"{name}.json")
     assert re.match(r"[0-9a-f]{40}", rows["environment"]["commit"])
@@ -103,6 +103,21 @@ def test_long_texts() -> None:
     assert len(re.findall(r"^\| \d", page, re.MULTILINE)) == len(lengths) == 4
     first, windowed = (f"{median(row['first_draft_seconds'] for row in part):.2f}" for part in found[:2])
     assert f"{first} s without a window and {windowed} s with 1,536 tokens" in page
+
+
+def test_what_the_head_of_the_five_steps_gained() -> None:
+    page = (ROOT / "docs" / "five_steps.md").read_text()
+    runs = {run["mode"]: run["rows"] for run in rows_of("five_steps_cpu.json")["runs"]}
+    for mode, name in (("plain", "plain steps"), ("auto", "`auto`"), ("head", "`auto` with the head")):
+        cells = [name]
+        for part in ("coding", "spec_bench"):
+            both = [pair for pair in zip(runs[mode], runs["plain"], strict=True) if pair[0]["set"] == part]
+            assert all(row["ids"] == plain["ids"] for row, plain in both)
+            ratios = [plain["seconds"] / row["seconds"] for row, plain in both]
+            cells.append(f"{median(row['tokens'] / row['seconds'] for row, _ in both):.1f}")
+            cells.append(f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+            cells.append(f"{fmean(row['tau'] for row, _ in both):.2f}")
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_rollouts_of_a_trainer() -> None:

@@ -123,7 +123,7 @@ struct Ahead {
 // Add the products of one step of R rows of w, `apart` numbers apart, with M rows of x.
 template <class D, int R, int M>
 static inline __attribute__((always_inline)) void
-add_step(const D &d, Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
+add_step(D d, Floats (&sum)[R][M], const typename D::W *w, long apart, const typename D::X *x, long stride) {
 #pragma GCC unroll 2
     for (int half = 0; half < D::parts; half++) {
         if (M >= R) {
@@ -157,7 +157,7 @@ add_step(const D &d, Floats (&sum)[R][M], const typename D::W *w, long apart, co
 // One tile, for the numbers `from` to `to` of K. Sums of the numbers before are in `sums_before` unless `from` is 0, and are
 // left there unless `is_last`; then out[m * space + r * step] is set.
 template <class D, int R, int M, bool STREAMS>
-static __attribute__((noinline)) void tile(const D &d, const typename D::W *w, long apart, long from, long to, bool is_last,
+static __attribute__((noinline)) void tile(D d, const typename D::W *w, long apart, long from, long to, bool is_last,
                                            const typename D::X *x, long stride, float *sums_before, float *out, long space,
                                            long step, Ahead ahead) {
     typedef typename D::W W;
@@ -211,7 +211,7 @@ static __attribute__((noinline)) void tile(const D &d, const typename D::W *w, l
 
 // out[m * space + n], n < size: products of `size` rows of w with M rows of x; up to three numbers after them change.
 template <class D, int M>
-static void multiply_group(const D &d, const typename D::W *w, long k, long size, const typename D::X *x, long stride,
+static void multiply_group(D d, const typename D::W *w, long k, long size, const typename D::X *x, long stride,
                            float *out, long space, bool in_streams, Ahead ahead) {
     constexpr int R = HEIGHTS[M - 1];
     const bool in_blocks = !in_streams && k > BLOCK + BLOCK / 2;
@@ -238,7 +238,7 @@ static void multiply_group(const D &d, const typename D::W *w, long k, long size
     }
 }
 template <class D>
-static void multiply_rows(const D &d, const typename D::W *w, long k, long size, const typename D::X *x, long stride, long rows,
+static void multiply_rows(D d, const typename D::W *w, long k, long size, const typename D::X *x, long stride, long rows,
                           float *out, long space, bool in_streams, Ahead ahead) {
     const auto of = [&](auto function) { function(d, w, k, size, x, stride, out, space, in_streams, ahead); };
     switch (rows) {
