@@ -27,9 +27,8 @@ def rows_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["first_page_cpu_bf16", "race_cpu", "first_calls_cpu_bf16", "batches_cpu_bf16",
-                                  "blocks_cpu_bf16", "blocks_unseen_cpu_bf16",
-                                  "blocks_recurrent_cpu_bf16", "auto_heads_cpu_bf16", "long_texts_cpu_bf16",
-                                  "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu",
+                                  "blocks_cpu_bf16", "blocks_unseen_cpu_bf16", "auto_heads_cpu_bf16",
+                                  "long_texts_cpu_bf16", "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu",
                                   "five_steps_cpu"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     rows = rows_of(f"{name}.json")
