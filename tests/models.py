@@ -30,6 +30,7 @@ NEW_TOKENS = 16
 FEW_TOKENS = 6
 """Tokens for drafters that do not know the answer: enough to test how they read each architecture."""
 
+
 INTRODUCTION = """\
 # Models
 
@@ -48,6 +49,7 @@ models.
 """
 AUTO, EVERY_ROW = drafters.Row("auto", "auto"), (*drafters.ROWS, drafters.GEMMA4)
 
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The outcome of one architecture."""
@@ -61,6 +63,7 @@ class Verdict:
         """Its outcome, as in the table."""
         return {"tree": "equal, trees", "chain": "equal, chains", "refused": "refused"}[self.outcome]
 
+
 def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of 21 tokens; in a batch of three, rows have 0, 4 and 9 tokens of left padding."""
     generator = torch.Generator().manual_seed(batch_size)
@@ -71,15 +74,18 @@ def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask[row, :padding] = 0
     return ids, mask
 
+
 def verdict(name: str, rows: Sequence[drafters.Row] = EVERY_ROW) -> Verdict:
     """Test an architecture of the causal-LM mapping, see `judged`."""
     return judged(name, zoo.build(name), rows)
+
 
 def class_verdict(
     name: str, rows: Sequence[drafters.Row] = (*EVERY_ROW, AUTO), batch_sizes: Sequence[int] = (1, 3)
 ) -> Verdict:
     """Test a class outside of the causal-LM mapping, see `judged`."""
     return judged(name, generative.build(name), rows, batch_sizes)
+
 
 def judged(name: str, model: Any, rows: Sequence[drafters.Row], batch_sizes: Sequence[int] = (1, 3)) -> Verdict:
     """Attach, and compare greedy output with plain generate: for right, wrong and mixed drafts, and for every drafter.
@@ -124,11 +130,13 @@ def judged(name: str, model: Any, rows: Sequence[drafters.Row], batch_sizes: Seq
     finally:
         SpeculativeGenerationMixin.detach(model)
 
+
 def _short(reason: str) -> str:
     """Return the reason without the model's name."""
     reason = reason.split("cannot verify drafted tokens")[-1].lstrip(":. ")
     reason = reason.strip().rstrip(".")
     return reason.replace("|", "\\|").replace("\n", " ")
+
 
 def page(verdicts: Sequence[Verdict], of_classes: Sequence[Verdict]) -> str:
     """Return the text of docs/models.md."""
@@ -140,6 +148,7 @@ def page(verdicts: Sequence[Verdict], of_classes: Sequence[Verdict]) -> str:
         "Not tested, because no tiny model of them can be built offline:", "",
         *(f"* {name}: {reason}" for name, reason in generative.NOT_BUILT.items()), "",
     ])  # fmt: skip
+
 
 def _table(head: str, verdicts: Sequence[Verdict]) -> list[str]:
     """One row per outcome and reason, the outcomes in order and their most frequent reasons first."""
@@ -155,10 +164,12 @@ def _table(head: str, verdicts: Sequence[Verdict]) -> list[str]:
         *(f"| {outcome} | {reason} | {', '.join(names)} |" for (outcome, reason), names in rows), "",
     ]  # fmt: skip
 
+
 def told() -> dict[str, str]:
     """Outcomes in the page, by architecture or class."""
     rows = [line.removesuffix(" |").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     return {name: row[0].removeprefix("| ") for row in rows for name in row[2].split(", ") if row[0] != "| outcome"}
+
 
 def _walk(names: Sequence[str], judge: Callable[[str], Verdict], failed: list[str]) -> list[Verdict]:
     verdicts = []
@@ -173,6 +184,7 @@ def _walk(names: Sequence[str], judge: Callable[[str], Verdict], failed: list[st
                 traceback.print_exc(limit=-2)
     return verdicts
 
+
 def main() -> None:
     """Test every model and write the page; the exit status is 1 if one is neither equal nor refused."""
     transformers.logging.set_verbosity_error()
@@ -186,6 +198,7 @@ def main() -> None:
     if failed or selected:
         sys.exit(bool(failed))
     TABLE.write_text(page(verdicts, class_verdicts))
+
 
 if __name__ == "__main__":
     main()
