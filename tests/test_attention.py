@@ -140,6 +140,7 @@ def test_plain_generation_beside_ours_sees_transformers_attention(monkeypatch: p
     assert len(model._speculation.facts) == 1
 
 
+@pytest.mark.slow
 def test_a_generation_in_another_thread_does_not_disturb_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in the middle of the traced forward, with forwards of its own that end before it."""
     if load_or_none() is None:

@@ -201,6 +201,7 @@ def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
 # ------------------------------------------------------------------------------------------------- conversations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [zoo.TEMPLATE, None])
 def test_every_method_goes_on_with_its_own_answers(llama: Any, template: str | None) -> None:
     tokenizer, question = zoo.chat_tokenizer(template), QUESTIONS[0]

@@ -334,6 +334,7 @@ def test_a_missing_package_is_told_first(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_without_matplotlib_a_run_ends_without_its_picture(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -358,6 +359,7 @@ def test_without_matplotlib_a_run_ends_without_its_picture(
     assert load_head(tmp_path / "head").config.base_model_name_or_path is None
 
 
+@pytest.mark.slow
 def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:

@@ -47,6 +47,7 @@ def wanted_log_probs(assistant: Any, text: list[int], path: list[int]) -> Tensor
 # ------------------------------------------------------------------------------------------------- the answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
     ("target", "assistant", "mode"),

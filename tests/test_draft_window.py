@@ -227,6 +227,7 @@ def states_of(model: Any, head: DFlashHead, text: list[int]) -> Tensor:
     return torch.cat([states[layer] for layer in head.feature_layers], dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_block_head_of_two_layers_sees_the_first_tokens_and_the_last(small: Any, rows: int) -> None:
     """The context of a block head depends on the target's features alone, in every layer."""
@@ -413,6 +414,7 @@ def test_prompts_without_ids_and_caches_that_are_continued(small: Any) -> None:
 # --------------------------------------------------------------------------------------------------- settings
 
 
+@pytest.mark.slow
 def test_the_length_of_the_training_texts_is_the_default(small: Any) -> None:
     drafter = EagleDrafter(random_head(small, trained_length=8))
     assert drafter.feature_window(SpeculativeConfig("eagle")) == Window(8)

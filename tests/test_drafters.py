@@ -345,6 +345,7 @@ def test_a_head_is_refused_when_it_is_loaded(name: str, row: str, error: type[Ex
     assert model.drafters == {}
 
 
+@pytest.mark.slow
 def test_a_head_takes_the_sizes_of_the_last_layer() -> None:
     """Of models whose layers differ: a list per field (Gemma 3n), or configurations per layer."""
     assert drafters.EagleConfig.for_target(zoo.build("gemma3n_text").config).intermediate_size == 64

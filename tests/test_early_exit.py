@@ -273,6 +273,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 def test_threads_share_a_model() -> None:
     """One drafts with few layers and one with all, over one model, at the same time."""
     model: Any = llama_of(4)

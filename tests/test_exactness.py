@@ -226,6 +226,7 @@ def test_without_kernels_exactness_is_refused(monkeypatch: pytest.MonkeyPatch) -
         model.warmup({**PLAIN, **EXACT})
 
 
+@pytest.mark.slow
 def test_attention_by_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = attached()
     monkeypatch.setattr(tree_attention, "kernel_can_use", lambda *_: False)

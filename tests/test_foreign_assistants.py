@@ -317,6 +317,7 @@ def test_sampled_chains_are_exact(acceptance: str) -> None:
     assert chi_square(model, acceptance) < CRITICAL
 
 
+@pytest.mark.slow
 def test_a_call_that_samples_draws_its_chain() -> None:
     tokenizer, other = byte_level(), sentencepiece()
     model, assistant = SpeculativeGenerationMixin.attach(llama(len(tokenizer))), llama(len(other), seed=1)

@@ -127,6 +127,7 @@ def test_heads_are_fused_and_compute_the_same(name: str) -> None:
         assert torch.equal(stages.score(hidden[0]), own.score(hidden[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_answers_with_fused_operations_are_plain_ones(rows: int) -> None:
     ids, mask = prompts(rows)

@@ -230,6 +230,7 @@ def test_the_same_tokens_are_drawn(gemma: Any, wandering: list[Wandering]) -> No
     test_drafters.test_the_same_tokens_are_drawn(gemma, drafters.GEMMA4, wandering)
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_leave(gemma: Any) -> None:
     test_active_rows.test_answers_stay_and_forwards_shrink(gemma, drafters.GEMMA4)
 

@@ -268,6 +268,7 @@ def assert_as_defined(slow: Any, draft: Draft, row: int, sizes: tuple[int, int, 
         assert abs(float(log_probs[row, node]) - wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_native_drafts_equal_the_definition(native: Any) -> None:
     """In a ragged, padded batch, deeper than transformers drafts with one module, and as trees with one."""
     count = native.config.num_mtp_layers
@@ -293,6 +294,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return next(native_mtp.loaded(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [1, 8])
 def test_several_modules_attend_within_their_window(three: Any, strength: float) -> None:
     """The prompt, and what is read after it: each entry sees four, itself included, and not one more.

@@ -181,6 +181,7 @@ def test_a_draft_can_be_repeated_without_new_text() -> None:
         torch.testing.assert_close(first.log_probs, second.log_probs, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_mask_token_is_never_drafted() -> None:
     model, assistant = attached("llama"), pard_assistant("llama")
     with torch.no_grad():

@@ -57,6 +57,7 @@ def test_a_good_head_is_used_from_the_beginning(monkeypatch: pytest.MonkeyPatch)
         assert speedup(taken, plain()) > 2.0
 
 
+@pytest.mark.slow
 def test_a_useless_head_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three trials, then rests that grow until trials take 2 % of the time."""
     taken = calls_of(monkeypatch, lambda _step: 0.02, 600)
@@ -212,6 +213,7 @@ def test_rows_that_have_ended_are_no_demerit(monkeypatch: pytest.MonkeyPatch) ->
         assert sum(step.tokens for step in taken[30:]) > 3 * 170
 
 
+@pytest.mark.slow
 def test_what_the_last_row_shows_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four rows have ended when the head begins to be wrong: it is used no more within 50 steps."""
     shares = []

@@ -380,6 +380,7 @@ def batch(rows: int, seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
     return ids, {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_speed(TREES))
 def test_one_forward_for_each_step_and_rows_at_their_own_pace(name: str, attach: Any) -> None:
     """Rows that end leave the batch; what they are told to draft is verified by nobody."""

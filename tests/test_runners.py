@@ -115,6 +115,7 @@ def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.
     assert name not in ("gemma3_text", "phi", "olmo2") or runner is not None
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compilation over 100 calls of varying lengths, widths and batches."""
     program = compiled._speculation.programs["kernels"]
@@ -202,6 +203,7 @@ def test_inductor_compiles_the_traced_operations(rows: int) -> None:
     assert model._speculation.programs["inductor"].runner is not None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_told_once_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
     handle = model.model.layers[0].register_forward_hook(lambda *_args: None)
@@ -369,6 +371,7 @@ def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> N
     assert not model._speculation.programs
 
 
+@pytest.mark.slow
 def test_two_threads_share_one_program(compiled: Any) -> None:
     found: dict[int, Any] = {}
     wanted = [answers(compiled, rows, None) for rows in (1, 3)]
@@ -416,6 +419,7 @@ class ReadsTwice(Eagle3Head):
         return super().read(token_embeddings, hidden, position_ids, cache, mask) * 2
 
 
+@pytest.mark.slow
 def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
     head = ReadsTwice(model.drafters["eagle"].head.config).eval()

@@ -208,6 +208,7 @@ def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_what_a_server_cannot_do_is_said_before_the_work(talker: Any, tmp_path: Path) -> None:
     served, tokenizer = Served(talker), chat_tokenizer()
     with serving(served) as url:

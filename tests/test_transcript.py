@@ -31,6 +31,7 @@ from zoo import IDS
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

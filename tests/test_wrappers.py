@@ -103,6 +103,7 @@ def test_lora_active_disabled_several_and_merged() -> None:
     assert_equal(merged)
 
 
+@pytest.mark.slow
 def test_an_adapter_around_or_inside_an_attached_model() -> None:
     peft = compatible_peft()
     model = with_head(fresh())
@@ -112,6 +113,7 @@ def test_an_adapter_around_or_inside_an_attached_model() -> None:
     assert_equal(inside)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
 def test_prompt_tuning_puts_virtual_tokens_in_front() -> None:
     peft = compatible_peft()
@@ -344,6 +346,7 @@ def qwen2_vl() -> Any:
     return Qwen2VLForConditionalGeneration(config), images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llava, gemma3, qwen2_vl])
 @pytest.mark.parametrize("with_images", [False, True])
 def test_vision_language_models(make: Any, with_images: bool) -> None:
