@@ -284,6 +284,8 @@ convert NONE HEAD | Choose a new directory, or use --force.
 distill --model MODEL --prompts EMPTY/no.txt --output OUT | no.txt' does not exist.
 distill --output OUT --model MODEL | There are no prompts
 distill --output OUT --model MODEL --prompts EMPTY/none.txt | holds no prompts. Give another fi
+doctor MODEL --round-activations | for a target in a GGUF file. Give --model FILE.gguf
+generate w5 --model MODEL --round-activations | for a target in a GGUF file. Give --model FILE.gguf
 distill --output OUT --model MODEL --invent 1 --round-activations | for a target in a GGUF file. Give --model FILE.gguf
 distill --output OUT --model MODEL --invent 1 --round-activations --server http://localhost:1 | runs here. Drop it
 tree --drafter NONE --data NONE --output OUT --plot PROMPTS | already exists. Give

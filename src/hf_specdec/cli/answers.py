@@ -58,12 +58,18 @@ def head_for(
 
 
 def loaded_with_head(
-    methods: list[str], model: str | None, drafter: str | None, dtype: str, *, shown: bool
+    methods: list[str],
+    model: str | None,
+    drafter: str | None,
+    dtype: str,
+    *,
+    shown: bool,
+    round_activations: bool = False,
 ) -> tuple[Any, Any, str | None]:
     """Load model, tokenizer and head; return the path or Hub id of the head, None if no method drafts with it."""
     head, source = head_for(methods, model, drafter, shown=shown)
     with working("Loading the model", shown=shown):
-        lm, tokenizer = load_model(model, head, dtype)
+        lm, tokenizer = load_model(model, head, dtype, round_activations=round_activations)
     is_used = head is not None and any(method in (head.method, *COMBINED) for method in methods)
     return lm, tokenizer, source if is_used else None
 

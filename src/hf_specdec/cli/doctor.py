@@ -21,6 +21,7 @@ from hf_specdec.cli.parameters import (
     ModelArgument,
     NewTokens,
     Precision,
+    RoundActivations,
     check_places,
 )
 from hf_specdec.cli.status import importing, say, working
@@ -85,6 +86,7 @@ def doctor(
     drafter: HeadOption = None,
     max_new_tokens: NewTokens = 64,
     dtype: Precision = "auto",
+    round_activations: RoundActivations = False,
     as_json: Json = False,
 ) -> None:
     """Check whether a model can verify several drafts in one forward, time its forwards, find the fastest method.
@@ -93,7 +95,7 @@ def doctor(
     compared on three prompts; hf-specdec bench compares them on yours.
     Then it lists what to change, in order of gain.
     """
-    check_places(model, drafter)
+    check_places(model, drafter, round_activations=round_activations)
     with importing(shown=not as_json):
         from hf_specdec.bench import diagnosis
         from hf_specdec.cli.answers import dtype_of, head_for
@@ -101,7 +103,7 @@ def doctor(
 
     head, source = head_for(["auto"], model, drafter, shown=not as_json)
     with working("Loading the model", shown=not as_json):
-        lm, tokenizer = load_model(model, head, dtype)
+        lm, tokenizer = load_model(model, head, dtype, round_activations=round_activations)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
     with working("Timing forwards and methods on three prompts", shown=not as_json):
         found = diagnosis.diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)

@@ -19,6 +19,7 @@ from hf_specdec.cli.parameters import (
     ModelOption,
     NewTokens,
     Precision,
+    RoundActivations,
     Seed,
     check_method_names,
     check_places,
@@ -113,6 +114,7 @@ def generate(
     colors: Annotated[
         bool, typer.Option("--colors", help="Colour the text by decoding step (disables streaming).")
     ] = False,
+    round_activations: RoundActivations = False,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt and stream the answer, or chat."""
@@ -133,13 +135,15 @@ def generate(
         prompt = sys.stdin.read() if prompt == "-" else prompt
     if prompt is not None and not prompt.strip():
         raise InvalidConfigError("The prompt is empty.")
-    check_places(model, drafter)
+    check_places(model, drafter, round_activations=round_activations)
     with importing(shown=not as_json):
         import torch
 
         from hf_specdec.cli.answers import answer, converse, loaded_with_head
 
-    lm, tokenizer, source = loaded_with_head([method], model, drafter, dtype, shown=not as_json)
+    lm, tokenizer, source = loaded_with_head(
+        [method], model, drafter, dtype, shown=not as_json, round_activations=round_activations
+    )
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "speculative": None}
     if temperature > 0:
         nucleus = 1.0 if top_p is None else top_p

@@ -149,14 +149,16 @@ def load_target(name: str | None, dtype: torch.dtype | str, *, round_activations
     return model, tokenizer
 
 
-def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
+def load_model(
+    name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str, *, round_activations: bool = False
+) -> tuple[Any, Any]:
     """Load a model and its tokenizer, move the model to the accelerator, if any, attach speculation and load a head.
 
-    A GGUF file stays on the CPU.
+    A GGUF file stays on the CPU; `round_activations` as in `load_target`.
 
     `drafter` is a head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
     """
-    model, tokenizer = load_target(name, dtype)
+    model, tokenizer = load_target(name, dtype, round_activations=round_activations)
     if torch.accelerator.is_available() and not is_gguf(name or ""):
         model = model.to(torch.accelerator.current_accelerator())
     SpeculativeGenerationMixin.attach(model)
