@@ -1,6 +1,6 @@
 """Keep training a head on the answers of recent calls about one subject, and measure whether that pays.
 
-    pip install 'hf-specdec[training]'
+    pip install -e '.[training]'
     python examples/adapt_head.py --model org/model --drafter org/head --prompts reviews.jsonl --work work
 
 The prompts are answered in rounds. Before every round but the first, a copy of the head continues its training on the

@@ -1,6 +1,6 @@
 """Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
 
-    pip install 'hf-specdec[training]'
+    pip install -e '.[training]'
     python examples/distil_train_publish.py --prompts prompts.txt --work work
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A head for Qwen2.5-Coder-0.5B-Instruct, from prompts to the tree, on two CPU cores. Continues an interrupted run.
+# A head for Qwen2.5-Coder-0.5B-Instruct, from prompts to the tree, on a CPU. Continues an interrupted run.
 #
 #   heads/recipe/coder_head.sh WORK MODEL.gguf BENCHMARK.jsonl
 #
