@@ -41,8 +41,8 @@ template <class T, class X> static Factor rounded_row(const T *from, long k, X *
     }
     return factor;
 }
-// Round a row to integers between -128 and 127 and back, about a zero of its own, computing in T as torchao does
-// (`_apply_int8_act_asym_per_token_quant_dequant`). What is no number stays none.
+// Round a row to integers between -128 and 127 around its own zero point, and back, computing in T as torchao does
+// (`_apply_int8_act_asym_per_token_quant_dequant`). NaN stays NaN.
 template <class T> static void round_about(const T *from, long k, float *to) {
     const auto in = [](float value) {
         T one;

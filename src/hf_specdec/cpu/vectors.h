@@ -316,7 +316,7 @@ template <class Number, bool HALVES> struct Grouped : Widened<Number> {
     }
 };
 
-// Weights in int8, multiplied with rows that are rounded to int8, each with a factor of its own. Sums are integers, whose bits
+// Weights in int8, times rows that are rounded to int8, each with its own factor. Sums are integers, whose bits
 // are kept in vectors of floats; `OFFSET` times the sum of a row of x is subtracted from them in the end.
 template <class Number> struct Integers : Reading {
     typedef Number T;
