@@ -4,7 +4,8 @@
 
 MODEL and ASSISTANT are directories with `model.gguf` and `hf/`. Greedy, batch size 1, first turns only. Every form
 and mode runs in a new process, which answers all questions after one that is in no set. Answers are compared with
-those of mode `plain` of the same form. An interrupted run resumes after the last finished process.
+those of mode `plain` of the same form. An interrupted run resumes after the last finished process. With `--prompts
+benchmarks/code_prompts.jsonl --questions 20`: 20 questions about code that we wrote, and no second set.
 
 | form | weights and activations |
 |---|---|
@@ -63,7 +64,7 @@ def question_sets(prompts, count):
     taken = {text for _, text in coding}
     others = [question for question in read_questions(prompts) if question.turns[0] not in taken]
     categories = len({question.category for question in others})
-    spread = chosen(others, limit=count, per_category=-(-count // categories))
+    spread = chosen(others, limit=count, per_category=-(-count // categories)) if others else ()
     return {"coding": coding, "spec_bench": [(question.category, question.turns[0]) for question in spread]}
 
 

@@ -1,10 +1,11 @@
-"""Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
+"""Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, export, upload.
 
     pip install -e '.[training]'
     python examples/distil_train_publish.py --prompts prompts.txt --work work
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
-All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
+All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head;
+WORK/vllm has it in the layout of speculators, which vLLM loads.
 The commands `hf-specdec distill`, `train eagle` and `tree` do the same. See docs/training.md for their options and for
 the amount of data that a head needs. To try the script, a dozen prompts are enough; such a head is of no use.
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from huggingface_hub import whoami
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import Eagle3Config, Eagle3Head, model_and_head, training
+from hf_specdec import Eagle3Config, Eagle3Head, export_head, model_and_head, training
 
 SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Hub id of the packaged model: a head stores which model it is for, and a local path would be useless elsewhere."""
@@ -71,6 +72,7 @@ def main():
           f"{found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
     folder = options.work / "head"
     head.save_pretrained(folder, push_to_hub=bool(options.publish), repo_id=options.publish)
+    export_head(head, options.work / "vllm", "speculators", replace=True)
     print(f'the head is in {folder}: use it with model.load_drafter("{folder}")')
 
 

@@ -3,6 +3,7 @@
     pip install 'transformers[serving]'
     python examples/serve.py
     python examples/serve.py --model org/model --drafter org/head --port 8000
+    python examples/serve.py --model path/to/model.gguf    # stays packed, on the CPU, with rounded activations
 
     from openai import OpenAI
     client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
@@ -26,11 +27,13 @@ with their reason, those of a stream as its last event. A request can choose the
 
 import argparse
 import time
+from pathlib import Path
 
 from fastapi.responses import JSONResponse
 from transformers.cli.serve import Serve
+from transformers.cli.serving.model_manager import ModelManager
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, load_gguf, model_and_head
 
 
 class SpeculativeServer(Serve):
@@ -73,6 +76,17 @@ class SpeculativeServer(Serve):
         return build_limited
 
 
+def packed_loader(load):
+    """Return `ModelManager._load_model`, but with the weights of a GGUF file left packed."""
+
+    def load_packed(self, name, *args, gguf_file=None, **kwargs):
+        if gguf_file is None:
+            return load(self, name, *args, **kwargs)
+        return load_gguf(Path(name.split("@")[0], gguf_file), dtype="bfloat16", round_activations=True)
+
+    return load_packed
+
+
 async def answer_with_reason(_, error):
     """Answer a request that failed in the format of OpenAI's errors, whose message their clients show."""
     message = f"{type(error).__name__}: {error}"
@@ -88,6 +102,9 @@ def main():
     options = parser.parse_args()
 
     name, head = model_and_head(options.model, options.drafter)
+    if name.endswith(".gguf"):
+        name = ":".join((str(Path(name).parent), Path(name).name))  # as transformers' server names a file
+        ModelManager._load_model = packed_loader(ModelManager._load_model)
     print(f'model: "{name}"', flush=True)
     SpeculativeServer(name, head, options.port, options.max_new_tokens)
 

@@ -35,7 +35,17 @@ the tests.
 
 `make bounds` and `make newest` run the core tests, by hand. Targets use the machine's `python3`;
 `make test PYTHON=python3.12 VENV=.venv-3.12` uses another one. transformers {supported} is supported;
-[every model](models.md) was tested in {walked}.
+[every model](models.md) was tested in {walked}. There is no upper bound: newer versions install. What this package
+uses of transformers' private parts is in one file (`transformers_private.py`), and the probe of `attach` compares
+drafts with plain decoding, so a version that does not fit usually ends in an error. In production, pin both.
+
+## Changes
+
+Public are the names in `hf_specdec`, what the [reference](reference/generating.md) describes, the fields of configs
+and statistics, the commands with their options, and the files of heads. Until version 1.0 a minor version (0.2) may change
+them; the changelog lists each change with what to write instead, and where it is possible the old form works, with a
+`FutureWarning`, for one more minor version. Heads that an older version saved are read, or refused with the reason.
+All other modules and names may change at any time.
 
 ## Processors
 

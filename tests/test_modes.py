@@ -226,6 +226,16 @@ def test_a_head_made_in_inference_mode_is_refused_before_it_is_trained(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_head_that_drafts_is_frozen_and_a_copy_of_it_learns(tmp_path: Path) -> None:
+    target = zoo.build("llama")
+    head = new_head("eagle3", target)
+    SpeculativeGenerationMixin.attach(target).load_drafter(head)
+    with pytest.raises(InvalidConfigError, match="weights of the head are frozen"):
+        trained(head, "eagle3", target, tmp_path / "head")
+    learned, _ = trained(copy.deepcopy(head).requires_grad_(), "eagle3", target, tmp_path / "copy")
+    assert not torch.equal(learned.lm_head.weight, head.lm_head.weight)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_distilling_in_every_mode(mode: str, tmp_path: Path) -> None:
     """The same rows."""

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import BLOCKS
-from hf_specdec.cpu.quantized import PackedWeight, stored_weight
+from hf_specdec.cpu.quantized import PackedWeight, packed_like, stored_weight
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.training import Conversation, capture_features
 
@@ -220,3 +221,47 @@ def test_models(family: str, dtype: torch.dtype, round_activations: bool) -> Non
     for method in ("prompt_lookup", "token_recycling", "auto"):
         config = {"method": method, "compile": "kernels", "exact": True}
         assert torch.equal(model.generate(ids, speculative=config, **options), plain)
+
+
+@pytest.mark.parametrize("round_activations", [False, True])
+@pytest.mark.parametrize("version", [1, 3])
+def test_drafts_of_a_packed_target_read_blocks_of_the_head(version: int, round_activations: bool) -> None:
+    """The head stays as it was, and its copy is as close to it as 8 bits are; answers are those of plain steps."""
+    model = packed_model("llama", torch.bfloat16, round_activations)
+    head = random_head(model, version=version, **({"draft_vocab_size": None} if version == 3 else {})).bfloat16()
+    kept = copy.deepcopy(head.state_dict())
+    copied = packed_like(head, model)
+    for (name, weight), other in zip(head.named_parameters(), copied.parameters(), strict=True):
+        if weight.dim() == 1:
+            assert other is weight
+            continue
+        assert stored_weight(other).form == operations.PACKED + 4 + round_activations, name
+        wide, step = weight.float(), weight.float().unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+        distance = (other.dequantize().float() - wide).unflatten(1, (-1, 32)).abs()
+        assert bool((distance <= 0.51 * step + 0.004 * wide.unflatten(1, (-1, 32)).abs()).all()), name
+    model.load_drafter(head, name="head", verify=False)
+    hidden = torch.randn(1, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lm_head = model.lm_head if head.shares_lm_head else None
+    own, packed_scores = (one.score(hidden, lm_head).float() for one in (head, packed_like(head, model)))
+    compiled = model.drafters["head"].compiled(model, "kernels").program.stages.score(hidden).float()
+    assert torch.equal(compiled, packed_scores)
+    if not head.shares_lm_head:
+        assert 0 < float((compiled - own).norm() / own.norm()) < 0.03
+    ids = torch.randint(3, 500, (1, 20), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(ids, speculative={"method": "plain", "compile": "kernels"}, **options)
+    settings = {"method": "head", "compile": "kernels", "exact": True}
+    assert torch.equal(model.generate(ids, speculative=settings, **options), plain)
+    assert all(torch.equal(kept[name], weight) for name, weight in head.state_dict().items())
+
+
+def test_zeros_in_blocks_and_a_target_that_is_not_packed() -> None:
+    model, layer = packed_model("llama", torch.float32, False), nn.Linear(64, 16, bias=False)
+    with torch.no_grad():
+        layer.weight[:8] = 0.0
+        layer.weight[0, 0] = 1e-9
+    copied = packed_like(nn.ModuleList([layer, nn.Linear(48, 16)]), model)
+    assert torch.equal(copied[0].weight.dequantize()[:8], torch.zeros(8, 64))
+    assert type(copied[1].weight) is nn.Parameter
+    assert packed_like(layer, nn.Linear(2, 2)) is layer
+    assert packed_like(None, model) is None

@@ -18,7 +18,7 @@ import typer
 
 from benchmark_script import code_block
 from drafters import noisy, pard_assistant, random_head, random_heads
-from hf_specdec import DrafterMismatchError, cli
+from hf_specdec import DrafterMismatchError, SpeculativeGenerationMixin, cli
 from hf_specdec.drafters import registry
 from hf_specdec.generation.decode import decode
 
@@ -68,6 +68,27 @@ def test_the_tutorial_runs(
         if shown.startswith("SpeculationStats("):
             printed, shown = (re.sub(r"[\d.]+( [\d.]+)*", "0", text) for text in (printed, shown))
         assert printed == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["exactness", "faq", "generate", "hybrid", "performance", "servers"])
+def test_the_guides_run(page: str, small_model_path: Path) -> None:
+    """Every Python block of a page that builds on the tutorial, in turn, with the packaged model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(small_model_path)
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = SpeculativeGenerationMixin.attach(model)
+    scope: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "inputs": inputs, "torch": torch}
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for code in blocks:
+        exec(code, scope)
+    if page == "servers":
+        text, statistics = scope["answer"](messages, 24)
+        plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert text == tokenizer.decode(plain, skip_special_tokens=True)
+        assert statistics["num_generated_tokens"] == len(plain)
 
 
 def test_the_commands_of_the_tutorial_exist() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, functional
+from torch.nn import Linear, Module, Parameter, functional
 from torch.utils._pytree import tree_map
 
 from hf_specdec.cpu.operations import (
@@ -22,6 +23,7 @@ from hf_specdec.cpu.operations import (
     can_multiply,
     define_operations,
     grouped_form,
+    is_rounded,
     pack_blocks,
 )
 from hf_specdec.errors import UnsupportedModelError
@@ -176,6 +178,33 @@ def packed_forms(model: Module) -> dict[str, list[int]]:
     """
     forms = {weight.form for weight in model.parameters() if isinstance(weight, PackedWeight)}
     return {"packed": sorted(forms)} if forms else {}
+
+
+def packed_like(module: Any, target: Module) -> Any:
+    """Return a module (or None) that drafts for a target: a copy in 8-bit blocks if the target's weights are packed.
+
+    Reading weights is most of what a draft costs, and rounding them changes drafts only, no answer. The copy shares
+    all tensors but the weights of its linear layers; those whose sizes no blocks fit are shared as well.
+    """
+    forms = packed_forms(target).get("packed")
+    if module is None or not forms:
+        return module
+    round_activations = any(map(is_rounded, forms))
+    memo: dict[int, Any] = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    for layer in module.modules():
+        weight = layer.weight if isinstance(layer, Linear) else None
+        if type(weight) is Parameter and PackedWeight.supports("Q8_0", *weight.shape):
+            packed = PackedWeight.from_gguf(_q8_blocks(weight), "Q8_0", weight.dtype, round_activations)
+            memo[id(weight)] = Parameter(packed, requires_grad=False)
+    return copy.deepcopy(module, memo)
+
+
+def _q8_blocks(weight: Tensor) -> Tensor:
+    """Return a weight `[N, K]` as blocks of Q8_0: a scale in float16 and 32 numbers in int8 each."""
+    values = weight.detach().float().unflatten(1, (-1, 32))
+    scale = (values.abs().amax(-1, keepdim=True) / 127).half()
+    numbers = (values / scale.float().where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], dim=-1).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.cpu.quantized import packed_like
 from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.feature_session import (
     Committed,
@@ -158,8 +159,13 @@ class LayerDrafter(Drafter):
         return lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> LayerDrafter:
-        """See `Drafter.compiled`; if the device has graphs, one graph reads a step and drafts a whole tree."""
-        other, device, parts = copy.copy(self), self.head.device, (self.head, self._lm_head(model))
+        """See `Drafter.compiled`; if the device has graphs, one graph reads a step and drafts a whole tree.
+
+        The kernels read copies in blocks if the target's weights are packed, see `packed_like`.
+        """
+        other, device, parts = copy.copy(self), self.head.device, [self.head, self._lm_head(model)]
+        if mode == "kernels":
+            parts = [packed_like(part, model) for part in parts]
         stages = captured_stages(*parts) if mode == "cuda_graph" else traced_stages(*parts, mode)
         backend = GRAPH_BACKENDS.get(device.type)
         other.program = HeadProgram(stages, None if backend is None else DraftGraphs(backend(device)))

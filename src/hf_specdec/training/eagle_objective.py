@@ -109,8 +109,8 @@ def train_eagle(
     Raises:
         InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, a head with a sliding window, token ids
             outside the target's vocabulary, no conversations, features that lack a layer, weights created in inference
-            mode, FSDP in a single process, an output directory in use by another process, or a resumed run that had
-            another head, settings or data.
+            mode, a frozen head, FSDP in a single process, an output directory in use by another process, or a resumed
+            run that had another head, settings or data.
         DrafterMismatchError: The head was made for another model.
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
 

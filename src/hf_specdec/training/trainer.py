@@ -258,6 +258,11 @@ def fit(
                 f"The {name}'s weights were created in `torch.inference_mode()`, which allows no gradients.",
                 f"Load or create the {name} outside that mode.",
             )
+    if not any(parameter.requires_grad for parameter in objective.head.parameters()):
+        raise InvalidConfigError(
+            "All weights of the head are frozen: `load_drafter` does that to a head that it is given.",
+            "Train a copy: copy.deepcopy(head).requires_grad_().",
+        )
     check_processes(arguments)
     objective.head.float()  # half precision would round small updates away
     output = Path(arguments.output_dir)
