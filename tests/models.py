@@ -5,6 +5,7 @@ python tests/models.py     writes docs/models.md, which tests/test_models.py che
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -44,8 +45,7 @@ Every model of transformers {version} with a `generate()`, tested as a tiny rand
 CLASSES = """\
 ## All other classes with a `generate()`
 
-Multimodal models (tested with text prompts), encoder-decoder models, speech and audio-code models, parts of larger
-models.
+Multimodal models (tested with text prompts), encoder-decoders, speech and audio-code models, parts of larger models.
 """
 AUTO, EVERY_ROW = drafters.Row("auto", "auto"), (*drafters.ROWS, drafters.GEMMA4)
 
@@ -134,7 +134,8 @@ def judged(name: str, model: Any, rows: Sequence[drafters.Row], batch_sizes: Seq
 def _short(reason: str) -> str:
     """Return the reason without the model's name."""
     reason = reason.split("cannot verify drafted tokens")[-1].lstrip(":. ")
-    reason = reason.strip().rstrip(".")
+    error = r"(plain generate\(\) fails .*?)(\. | \(note: ).*"  # of which the first sentence is kept
+    reason = re.sub(error, r"\1", reason.strip(), flags=re.DOTALL).rstrip(".")
     return reason.replace("|", "\\|").replace("\n", " ")
 
 

@@ -189,8 +189,6 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     for name in ("draft_model", "pard"):
         exec(code_block(methods, f"<!-- {name.replace('_', ' ')} -->"), scope)
         assert llama.last_speculation.method == name
-    exec(code_block((ROOT / "docs" / "hybrid.md").read_text(), "<!-- corpus -->"), scope)
-    assert torch.equal(plain, llama.generate(ids, speculative="prompt_lookup", **options))
     llama.remove_drafter("bigram")
     monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
     exec(code_block(page, "## A method by name"), scope)
