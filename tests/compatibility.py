@@ -42,10 +42,10 @@ drafts with plain decoding, so a version that does not fit usually ends in an er
 ## Changes
 
 Public are the names in `hf_specdec`, what the [reference](reference/generating.md) describes, the fields of configs
-and statistics, the commands with their options, and the files of heads. Until version 1.0 a minor version (0.2) may change
-them; the changelog lists each change with what to write instead, and where it is possible the old form works, with a
-`FutureWarning`, for one more minor version. Heads that an older version saved are read, or refused with the reason.
-All other modules and names may change at any time.
+and statistics, the commands with their options, and the files of heads. Until version 1.0 a minor version (0.2) may
+change them: the changelog says what to write instead, and if possible the old form works for one more minor version,
+with a `FutureWarning`. Heads that an older version saved are read, or refused with the reason. All other modules and
+names may change at any time.
 
 ## Processors
 

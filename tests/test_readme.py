@@ -71,7 +71,7 @@ def test_the_tutorial_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["exactness", "faq", "generate", "hybrid", "performance", "servers"])
+@pytest.mark.parametrize("page", ["exactness", "generate", "hybrid", "performance", "servers"])
 def test_the_guides_run(page: str, small_model_path: Path) -> None:
     """Every Python block of a page that builds on the tutorial, in turn, with the packaged model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.float32)

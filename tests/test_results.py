@@ -29,7 +29,7 @@ def rows_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["first_page_cpu_bf16", "race_cpu", "first_calls_cpu_bf16", "batches_cpu_bf16",
                                   "blocks_cpu_bf16", "blocks_unseen_cpu_bf16", "auto_heads_cpu_bf16",
                                   "long_texts_cpu_bf16", "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu",
-                                  "five_steps_cpu"])  # fmt: skip
+                                  "five_steps_cpu", "adapt_cpu"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     rows = rows_of(f"{name}.json")
     assert re.match(r"[0-9a-f]{40}", rows["environment"]["commit"])
@@ -118,6 +118,16 @@ def test_what_the_head_of_the_five_steps_gained() -> None:
             cells.append(f"{median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
             cells.append(f"{fmean(row['tau'] for row, _ in both):.2f}")
         assert f"| {' | '.join(cells)} |" in page
+
+
+def test_a_head_that_goes_on_learning() -> None:
+    page, rows = (ROOT / "docs" / "training.md").read_text(), rows_of("adapt_cpu.json")["rows"]
+    for original, adapted in zip(rows[:4], rows[4:], strict=True):
+        cells = [
+            original["round"],
+            *(f"{row[name]}" for row in (original, adapted) for name in ("tokens_per_second", "tau")),
+        ]
+        assert f"| {' | '.join(map(str, cells))} | {adapted['training_seconds'] or 'none: the same head'}" in page
 
 
 def test_rollouts_of_a_trainer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import http.client
+import importlib.util
 import json
 import os
 import socket
@@ -20,6 +21,9 @@ import pytest
 from transformers import GenerationConfig
 
 from benchmark_script import EXAMPLES, plain_answers, script
+from hf_specdec.cpu.operations import BLOCKS, PACKED
+from hf_specdec.cpu.quantized import packed_forms
+from hf_specdec.generation.packaged import PACKAGE
 from zoo import END, build, chat_tokenizer
 
 for package in ("fastapi", "uvicorn", "openai"):
@@ -164,6 +168,19 @@ def test_no_answer_is_longer_than_the_limit() -> None:
     limited = server.limited(SimpleNamespace(max_new_tokens=100), GenerationConfig)
     asked = [{"max_new_tokens": 10**9}, {"max_length": 10**9}, {}, {"max_new_tokens": 7}]
     assert [limited(**fields).max_new_tokens for fields in asked] == [100, 100, 100, 7]
+
+
+@pytest.mark.slow
+def test_a_gguf_file_stays_packed() -> None:
+    """In the packaged file only the embedding is of a kind that can."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the packaged model is not installed")
+    [file] = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
+    load = script("serve", EXAMPLES).packed_loader(lambda *given, **named: (given, named))
+    model = load(None, f"{file.parent}@main", gguf_file=file.name)
+    assert packed_forms(model) == {"packed": [PACKED + 2 * list(BLOCKS).index("Q8_0") + 1]}
+    assert load(None, "org/model@main", tqdm_class=None) == ((None, "org/model@main"), {"tqdm_class": None})
 
 
 def test_clients_that_leave_a_stream(served: tuple[Server, str]) -> None:
