@@ -163,10 +163,10 @@ class LayerDrafter(Drafter):
 
         The kernels read copies in blocks if the target's weights are packed, see `packed_like`.
         """
-        other, device, parts = copy.copy(self), self.head.device, [self.head, self._lm_head(model)]
+        other, device, head, lm_head = copy.copy(self), self.head.device, self.head, self._lm_head(model)
         if mode == "kernels":
-            parts = [packed_like(part, model) for part in parts]
-        stages = captured_stages(*parts) if mode == "cuda_graph" else traced_stages(*parts, mode)
+            head, lm_head = packed_like(head, model), packed_like(lm_head, model)
+        stages = captured_stages(head, lm_head) if mode == "cuda_graph" else traced_stages(head, lm_head, mode)
         backend = GRAPH_BACKENDS.get(device.type)
         other.program = HeadProgram(stages, None if backend is None else DraftGraphs(backend(device)))
         return other
