@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from drafters import random_head
+from drafters import random_block, random_head
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.cpu import operations
 from hf_specdec.cpu.operations import BLOCKS
@@ -224,15 +224,19 @@ def test_models(family: str, dtype: torch.dtype, round_activations: bool) -> Non
 
 
 @pytest.mark.parametrize("round_activations", [False, True])
-@pytest.mark.parametrize("version", [1, 3])
-def test_drafts_of_a_packed_target_read_blocks_of_the_head(version: int, round_activations: bool) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+def test_drafts_of_a_packed_target_read_blocks_of_the_head(kind: str, round_activations: bool) -> None:
     """The head stays as it was, and its copy is as close to it as 8 bits are; answers are those of plain steps."""
     model = packed_model("llama", torch.bfloat16, round_activations)
-    head = random_head(model, version=version, **({"draft_vocab_size": None} if version == 3 else {})).bfloat16()
+    head: Any = {
+        "eagle": lambda: random_head(model),
+        "eagle3": lambda: random_head(model, version=3, draft_vocab_size=None),
+        "block": lambda: random_block(model, markov_rank=32, draft_vocab_size=None),
+    }[kind]().bfloat16()
     kept = copy.deepcopy(head.state_dict())
     copied = packed_like(head, model)
     for (name, weight), other in zip(head.named_parameters(), copied.parameters(), strict=True):
-        if weight.dim() == 1:
+        if weight.dim() == 1 or "markov_w1" in name:  # an embedding
             assert other is weight
             continue
         assert stored_weight(other).form == operations.PACKED + 4 + round_activations, name
