@@ -1,12 +1,11 @@
 """Load a published EAGLE-3 head for a model of 8B parameters, and compare the speeds with and without it.
 
     python examples/published_head.py
-    python examples/published_head.py --model meta-llama/Llama-3.1-8B-Instruct \\
-        --head yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+    python examples/published_head.py --model meta-llama/Llama-3.1-8B-Instruct --head HEAD
 
-`hf-specdec find Qwen/Qwen3-8B` lists the heads for a model. The layout of a head is recognised: that of the first
-command's is speculators', that of the second's EAGLE's own. Model and head are about 18 GB in bf16. This script was
-run only on a tiny model with a head in each of these layouts, not on these models.
+HEAD is, for example, yuhuili/EAGLE3-LLaMA3.1-Instruct-8B; `hf-specdec find Qwen/Qwen3-8B` lists the heads of a model.
+The layout of a head is recognised: that of the first command's is speculators', that of yuhuili's EAGLE's own. Model
+and head are about 18 GB in bf16. This script was run only on a tiny model with a head in each of these layouts.
 
 Output (values vary); tau is the number of tokens per forward:
 

@@ -10,7 +10,7 @@ not. In float32 the token ids are equal; the script checks it.
 
 int8 weights save memory. They make a forward faster only if the backend has int8 kernels for the device; otherwise it
 converts the weights in every forward. Other backends of transformers work the same way if the model passes the probe
-of `attach`; on a CPU, quanto and torchao were tested, bitsandbytes and 4 bits were not.
+of `attach`; on a CPU, quanto and torchao were tested, bitsandbytes was not. For GGUF files: `load_gguf`.
 
 Expected output, with the quantised model's answer twice (tau depends on the machine: `auto` measures what drafting
 costs):

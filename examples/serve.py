@@ -30,10 +30,19 @@ import time
 from pathlib import Path
 
 from fastapi.responses import JSONResponse
+from torch import OutOfMemoryError
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, load_gguf, model_and_head
+from hf_specdec import (
+    CacheCapacityError,
+    SpeculativeDecodingError,
+    SpeculativeGenerationMixin,
+    load_gguf,
+    model_and_head,
+)
+
+NO_MEMORY = (CacheCapacityError, MemoryError, OutOfMemoryError)
 
 
 class SpeculativeServer(Serve):
@@ -56,7 +65,8 @@ class SpeculativeServer(Serve):
         self._model_manager.get_gen_models = lambda: [served]  # transformers lists the models of the Hub's cache
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = self.limited(handler._build_generation_config)
-        for kind in (SpeculativeDecodingError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        for kind in (*NO_MEMORY, SpeculativeDecodingError, ValueError, TypeError, LookupError, AttributeError,
+                     ArithmeticError):  # fmt: skip
             self.server.config.app.add_exception_handler(kind, answer_with_reason)
         self.server.run()
 
@@ -89,8 +99,8 @@ def packed_loader(load):
 
 async def answer_with_reason(_, error):
     """Answer a request that failed in the format of OpenAI's errors, whose message their clients show."""
-    message = f"{type(error).__name__}: {error}"
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+    kind, status = ("server_error", 503) if isinstance(error, NO_MEMORY) else ("invalid_request_error", 400)
+    return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}", "type": kind}}, status)
 
 
 def main():

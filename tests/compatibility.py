@@ -33,11 +33,12 @@ the tests.
 |---|---|---|---|---|
 {versions}
 
-`make bounds` and `make newest` run the core tests, by hand. Targets use the machine's `python3`;
+`make bounds` and `make newest` run the core tests, by hand. All of them use the machine's `python3`;
 `make test PYTHON=python3.12 VENV=.venv-3.12` uses another one. transformers {supported} is supported;
 [every model](models.md) was tested in {walked}. There is no upper bound: newer versions install. What this package
 uses of transformers' private parts is in one file (`transformers_private.py`), and the probe of `attach` compares
-drafts with plain decoding, so a version that does not fit usually ends in an error. In production, pin both.
+drafts with plain decoding, so a version that does not fit usually ends in an error. In production, pin a commit of
+this package, transformers {pinned} and torch {torch}, with which everything was tested.
 
 ## Changes
 
@@ -89,6 +90,8 @@ def page() -> str:
     ]  # fmt: skip
     return TEXT.format(
         versions=rows(versions),
+        pinned=pinned,
+        torch=torch,
         processors=rows(processors),
         systems=rows([SYSTEMS[system] for system in SYSTEM_OPTIONS]),
         supported=re.search(r"transformers ([\d.]+ to [\d.]+)", (ROOT / "CHANGELOG.md").read_text())[1],

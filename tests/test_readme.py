@@ -37,7 +37,9 @@ def test_the_example_runs(
     monkeypatch.chdir(ROOT)
     for factory in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
         load = factory.from_pretrained
-        monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
+        monkeypatch.setattr(
+            factory, "from_pretrained", lambda name, load=load, **options: load(small_model_path, **options)
+        )
     scope: dict[str, Any] = {}
     exec(code_block(README, "<!-- example -->"), scope)
     printed = capsys.readouterr().out

@@ -29,7 +29,7 @@ def rows_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["first_page_cpu_bf16", "race_cpu", "first_calls_cpu_bf16", "batches_cpu_bf16",
                                   "blocks_cpu_bf16", "blocks_unseen_cpu_bf16", "auto_heads_cpu_bf16",
                                   "long_texts_cpu_bf16", "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu",
-                                  "five_steps_cpu", "adapt_cpu"])  # fmt: skip
+                                  "five_steps_cpu", "adapt_cpu", "quantized_avx2_cpu"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     rows = rows_of(f"{name}.json")
     assert re.match(r"[0-9a-f]{40}", rows["environment"]["commit"])
@@ -160,7 +160,24 @@ def test_the_race_of_quantised_weights() -> None:
         peak = f"{run['memory']['end']['peak'] / 1024:.1f}"
         assert f"| {' | '.join(cells)} | {peak} |" in page
         if run["form"] != "llama.cpp" or run is plain:
-            assert f"| {cells[2]} | {cells[4]} | {peak} GiB |" in laptop
+            rows = [row for row in run["rows"] if row["set"] == "coding"]
+            after = median((row["tokens"] - 1) / (row["seconds"] - row["prompt_seconds"]) for row in rows)
+            parts = f"{median(row['prompt_seconds'] for row in rows):.2f} | {after:.1f}"
+            assert f"| {cells[2]} | {cells[4]} | {peak} GiB | {parts} |" in laptop
+
+
+def test_the_race_with_avx2() -> None:
+    laptop = (ROOT / "docs" / "laptop.md").read_text().split("| AVX2 |")[1]
+    for run in rows_of("quantized_avx2_cpu.json")["runs"]:
+        of_set = {name: [row for row in run["rows"] if row["set"] == name] for name in ("coding", "spec_bench")}
+        cells = [f"{median(row['tokens'] / row['seconds'] for row in rows):.1f}" for rows in of_set.values()]
+        rows = of_set["coding"]
+        after = median((row["tokens"] - 1) / (row["seconds"] - row["prompt_seconds"]) for row in rows)
+        cells += [
+            f"{run['memory']['end']['peak'] / 1024:.1f} GiB",
+            f"{median(row['prompt_seconds'] for row in rows):.2f}",
+        ]
+        assert f"| {' | '.join(cells)} | {after:.1f} |" in laptop
 
 
 def test_lossy_acceptance() -> None:

@@ -52,7 +52,7 @@ def load_gguf(
 ) -> Any:  # fmt: skip
     """Load a GGUF file into a causal language model of transformers, on the CPU.
 
-    Quantised matrices stay packed, see `PackedWeight`: the model needs as much memory as the file, and loading about
+    Quantised matrices stay packed (`PackedWeight`): the model needs as much memory as the file, and loading about
     the time of reading it. Matrices that cannot stay packed are unpacked, with a warning.
 
     Args:
