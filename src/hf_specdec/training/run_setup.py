@@ -20,7 +20,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import TrainerState, TrainingArguments
 
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, sentence
 from hf_specdec.records import Fields, read_json, shortened
 from hf_specdec.validation import is_integer, is_number
 
@@ -115,7 +115,7 @@ def head_arguments(
     try:
         arguments = TrainingArguments(**given)
     except Exception as error:  # transformers validates only some arguments; others raise exceptions of any class
-        raise InvalidConfigError(f"The training arguments are invalid: {error!s:.400}.") from error
+        raise InvalidConfigError(sentence(f"The training arguments are invalid: {error!s:.400}")) from error
     check_processes(arguments)
     return arguments
 
