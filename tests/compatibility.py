@@ -35,10 +35,10 @@ the tests.
 
 `make bounds` and `make newest` run the core tests, by hand. All of them use the machine's `python3`;
 `make test PYTHON=python3.12 VENV=.venv-3.12` uses another one. transformers {supported} is supported;
-[every model](models.md) was tested in {walked}. There is no upper bound: newer versions install. What this package
-uses of transformers' private parts is in one file (`transformers_private.py`), and the probe of `attach` compares
-drafts with plain decoding, so a version that does not fit usually ends in an error. In production, pin a commit of
-this package, transformers {pinned} and torch {torch}, with which everything was tested.
+[every model](models.md) was tested in {walked}. Newer versions can be installed, too. The file
+`transformers_private.py` has every private name of transformers that this package uses, and the probe of `attach`
+compares drafts with plain decoding, so a version that does not fit usually ends in an error. In production, pin a
+commit of this package, transformers {pinned} and torch {torch}, with which everything was tested.
 
 ## Changes
 

@@ -161,7 +161,8 @@ class LayerDrafter(Drafter):
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> LayerDrafter:
         """See `Drafter.compiled`; if the device has graphs, one graph reads a step and drafts a whole tree.
 
-        The kernels read copies in blocks if the target's weights are packed, see `packed_like`.
+        The kernels read copies in blocks if the target's weights are packed, see `packed_like`: they do not follow
+        changes of the head.
         """
         other, device, head, lm_head = copy.copy(self), self.head.device, self.head, self._lm_head(model)
         if mode == "kernels":
