@@ -892,11 +892,11 @@ def test_of_equal_entries_the_last_is_recycled() -> None:
         assert torch.equal(tensor[:-1], found.raw[:-1]), name
 
 
-@pytest.mark.parametrize(("method", "most"), [("eagle", 23), ("auto", 42)])
+@pytest.mark.parametrize(("method", "most_a_step"), [("eagle", 18), ("auto", 32)])
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes(
-    method: str, most: int, monkeypatch: pytest.MonkeyPatch
+    method: str, most_a_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Per step, those of the prompt included: about 5 of a step's share in 41 steps of `eagle`, 9 in 17 of `auto`."""
+    """A call launches about 200, and a step about 16 of `eagle` or 27 of `auto`, whose steps depend on what it measures."""
     monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
     model, options = attached(), {"max_new_tokens": 60}
     config = drafters.BY_NAME["eagle3"].add(model) | CAPTURED | ({} if method == "eagle" else {"method": method})
@@ -905,7 +905,7 @@ def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attenti
     launches.clear()
     known = set(attention_shapes)
     generate(model, 1, config, **options)
-    assert len(launches) <= most * model.last_speculation.num_target_forwards
+    assert len(launches) <= 300 + most_a_step * model.last_speculation.num_target_forwards
     assert attention_shapes == known
 
 
