@@ -896,7 +896,7 @@ def test_of_equal_entries_the_last_is_recycled() -> None:
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes(
     method: str, most_a_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call launches about 200, and a step about 16 of `eagle` or 27 of `auto`, whose steps depend on what it measures."""
+    """A call launches about 200, a step 16 of `eagle` or 27 of `auto`, which takes as many steps as its clock says."""
     monkeypatch.setattr(device_attention, "needs_no_masks", lambda *_: True)
     model, options = attached(), {"max_new_tokens": 60}
     config = drafters.BY_NAME["eagle3"].add(model) | CAPTURED | ({} if method == "eagle" else {"method": method})
