@@ -23,6 +23,7 @@ from hf_specdec.cpu.operations import BLOCKS
 from hf_specdec.cpu.quantized import PackedWeight, packed_like, stored_weight
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.training import Conversation, capture_features
+from hf_specdec.verification.model import lm_head_rows
 
 gguf = pytest.importorskip("gguf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -224,7 +225,7 @@ def test_models(family: str, dtype: torch.dtype, round_activations: bool) -> Non
 
 
 @pytest.mark.parametrize("round_activations", [False, True])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block", "block of few tokens"])
 def test_drafts_of_a_packed_target_read_blocks_of_the_head(kind: str, round_activations: bool) -> None:
     """The head stays as it was, and its copy is as close to it as 8 bits are; answers are those of plain steps."""
     model = packed_model("llama", torch.bfloat16, round_activations)
@@ -232,6 +233,7 @@ def test_drafts_of_a_packed_target_read_blocks_of_the_head(kind: str, round_acti
         "eagle": lambda: random_head(model),
         "eagle3": lambda: random_head(model, version=3, draft_vocab_size=None),
         "block": lambda: random_block(model, markov_rank=32, draft_vocab_size=None),
+        "block of few tokens": lambda: random_block(model, markov_rank=32, draft_vocab_size=96),
     }[kind]().bfloat16()
     kept = copy.deepcopy(head.state_dict())
     copied = packed_like(head, model)
@@ -245,7 +247,12 @@ def test_drafts_of_a_packed_target_read_blocks_of_the_head(kind: str, round_acti
         assert bool((distance <= 0.51 * step + 0.004 * wide.unflatten(1, (-1, 32)).abs()).all()), name
     model.load_drafter(head, name="head", verify=False)
     hidden = torch.randn(1, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    lm_head = model.lm_head if head.shares_lm_head else None
+    lm_head = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
+    if head.shares_lm_head and head.hot_token_ids is not None:  # neither all rows of the target's, nor unpacked ones
+        rows = model.lm_head.weight.dequantize()[head.hot_token_ids]
+        assert torch.equal(lm_head.weight, rows)
+        lm_head = packed_like(lm_head, model)
+        assert stored_weight(lm_head.weight).form == operations.PACKED + 4 + round_activations
     own, packed_scores = (one.score(hidden, lm_head).float() for one in (head, packed_like(head, model)))
     compiled = model.drafters["head"].compiled(model, "kernels").program.stages.score(hidden).float()
     assert torch.equal(compiled, packed_scores)

@@ -71,21 +71,21 @@ def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 def lm_head_rows(model: PreTrainedModel, token_ids: Tensor | None) -> nn.Module:
     """Return a module from features `[..., D]` to the logits `[..., Vd]` of some tokens `[Vd]`; None: of all.
 
-    It computes only these rows of the lm_head if that is a plain linear layer; otherwise (quantised, offloaded,
-    sharded, ...) it computes all logits and selects from them.
+    It computes only these rows of the lm_head if that is a plain linear layer, unpacked if they are a GGUF file's
+    blocks; otherwise (quantised in another way, offloaded, sharded, ...) it computes all logits and selects from them.
     """
     lm_head = model.get_output_embeddings()
     if token_ids is None:
         return lm_head
     # hooks load offloaded weights or gather shards (tensor parallelism), so the weights cannot be read directly
     hooked = lm_head._forward_hooks or lm_head._forward_pre_hooks or dispatch_hook(lm_head) is not None
-    if hooked or type(lm_head) is not nn.Linear or type(lm_head.weight) is not nn.Parameter:
-        return _SelectedLogits(lm_head, token_ids)
-    if not lm_head.weight.is_floating_point() or lm_head.weight.shape[0] != lm_head.out_features:
+    weight = lm_head.weight if type(lm_head) is nn.Linear and not hooked else None
+    known = type(weight) is nn.Parameter or hasattr(weight, "rows")  # `PackedWeight.rows`
+    if weight is None or not known or not weight.is_floating_point() or len(weight) != lm_head.out_features:
         return _SelectedLogits(lm_head, token_ids)
     rows = nn.Linear(lm_head.in_features, len(token_ids), bias=lm_head.bias is not None, device="meta")
-    token_ids = token_ids.to(lm_head.weight.device)
-    rows.weight = nn.Parameter(lm_head.weight.detach()[token_ids], requires_grad=False)
+    token_ids = token_ids.to(weight.device)
+    rows.weight = nn.Parameter(weight.detach()[token_ids], requires_grad=False)
     if lm_head.bias is not None:
         rows.bias = nn.Parameter(lm_head.bias.detach()[token_ids], requires_grad=False)
     return rows
