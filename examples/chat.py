@@ -3,6 +3,8 @@
     python examples/chat.py
     python examples/chat.py --model org/model --drafter org/head
 
+A GGUF file: `hf-specdec generate --interactive --model model.gguf --round-activations`.
+
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
 turns, the whole conversation is read again. An empty line, Ctrl-C or Ctrl-D ends the chat.
 

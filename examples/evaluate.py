@@ -4,9 +4,9 @@
     python examples/evaluate.py --tasks gsm8k --limit 20
     python examples/evaluate.py --model org/model --drafter org/head --tasks gsm8k --limit 20
 
-Generative tasks run twice, without and with speculation, in float32, where the answers are identical. The harness
-needs no change, because `generation_config.speculative` is the default of every call. Tasks that compare likelihoods
-generate nothing.
+Generative tasks run twice, without and with speculation, in float32, where the answers are identical. In `--dtype
+bfloat16`, for larger models, some differ after near-ties. The harness needs no change, because
+`generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
 
 Output (values vary), with the scores of the task:
 
@@ -33,10 +33,11 @@ def main():
     parser.add_argument("--tasks", required=True, help="names of tasks, separated by commas")
     parser.add_argument("--include-path", help="directory with your own task files (YAML)")
     parser.add_argument("--limit", type=int, help="questions per task; default: all")
+    parser.add_argument("--dtype", default="float32", help="dtype of the weights; default: %(default)s")
     options = parser.parse_args()
 
     name, head = model_and_head(options.model, options.drafter)
-    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="float32", device_map="auto")
+    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype=options.dtype, device_map="auto")
     harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(name), batch_size=1)
     tasks = TaskManager(include_path=options.include_path)
     answers = []

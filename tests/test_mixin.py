@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import os
 import pickle
 import threading
 from itertools import accumulate
@@ -41,6 +42,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.cpu import library
 from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.generation.call import Request
@@ -495,6 +497,39 @@ def test_a_call_leaves_no_cache_behind(llama: Any) -> None:
         assert not [thing for thing in gc.get_objects() if type(thing) is TreeCache]
     finally:
         gc.enable()
+
+
+class ThreadCount(BaseStreamer):
+    """The number of this process's threads at every `put`."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.seen.append(len(os.listdir("/proc/self/task")))
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.skipif(not library._gnu_openmp(False), reason="GNU's OpenMP runtime is not in this process")
+@pytest.mark.parametrize("speculative", [None, "prompt_lookup"])
+def test_a_call_ends_the_threads_that_it_started(speculative: str | None) -> None:
+    """Those that wait for another thread of Python would halve this one's speed."""
+    model, threads = copy.deepcopy(zoo.build("llama")), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        library.release_threads()
+        before, counted = len(os.listdir("/proc/self/task")), ThreadCount()
+        SpeculativeGenerationMixin.attach(model)
+        ends = [len(os.listdir("/proc/self/task"))]
+        model.generate(IDS.repeat(8, 8), max_new_tokens=8, speculative=speculative, streamer=counted)
+        ends.append(len(os.listdir("/proc/self/task")))
+        model.warmup("prompt_lookup")
+        ends.append(len(os.listdir("/proc/self/task")))
+    finally:
+        torch.set_num_threads(threads)
+    assert max(counted.seen) >= before + 3
+    assert ends == [before] * 3
 
 
 def test_statistics_add_up(llama: Any) -> None:

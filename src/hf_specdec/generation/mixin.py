@@ -28,6 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.cpu.library import release_threads
 from hf_specdec.drafters.base import Drafter, unpadded
 from hf_specdec.drafters.checked import try_drafter
 from hf_specdec.drafters.history import AnswerHistory, history_keys
@@ -134,6 +135,7 @@ class SpeculativeGenerationMixin:
                 attached.__class__ = base
                 attached.__dict__.pop(STATE, None)
                 raise
+            release_threads()
         return attached
 
     @staticmethod
@@ -300,6 +302,7 @@ class SpeculativeGenerationMixin:
             last = state_of(self).last
             try_drafter(self, name or drafter.method, None if verify is True else verify)
             state_of(self).last = last
+        release_threads()
         return drafter
 
     def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
@@ -359,6 +362,7 @@ class SpeculativeGenerationMixin:
                 f"batch_size and prompt_length must be at least 1, got {batch_size} and {prompt_length}."
             )
         warm_up(self, speculative, rows=batch_size, context=prompt_length)
+        release_threads()
 
     def release_memory(self) -> None:
         """Release graphs, their KV memory and compiled programs; the next call creates what it needs again."""

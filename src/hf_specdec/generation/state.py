@@ -19,6 +19,7 @@ from hf_specdec.checkpoints.hub import AdapterFiles, check_target_adapter
 from hf_specdec.config import ExecutionMode
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import LearnedStats
+from hf_specdec.cpu.library import release_threads
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.drafters.history import AnswerHistory
@@ -99,6 +100,7 @@ class SpeculationState:
         thread, stack = threading.get_ident(), ExitStack()
         self._threads[thread] += 1
         stack.callback(self._threads.subtract, (thread,))
+        stack.callback(release_threads)
         return stack
 
     def is_running_elsewhere(self) -> bool:
