@@ -146,7 +146,9 @@ def llama_server(mode, options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = f"-m {options.model}/model.gguf -t {options.threads} -c 4096 -np 1 --cache-ram 0 --port {port}"
+    command = (
+        f"-m {options.model}/model.gguf -t {options.threads} -c {options.context} -np 1 --cache-ram 0 --port {port}"
+    )
     if mode == "ngram":
         command += f" {options.ngram}"
     if mode == "assistant":
@@ -263,6 +265,9 @@ def main():
     parser.add_argument("--head", help="path or Hub id of a head for MODEL, for the mode head")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--torchao", type=Path, help="directory that torchao was installed to with pip --target")
+    parser.add_argument(
+        "--context", type=int, default=4096, help="tokens that llama-server holds; default: %(default)s"
+    )
     parser.add_argument("--llama-server", type=Path, default=SERVER)
     parser.add_argument("--ngram", default="--spec-type ngram-simple", help="llama.cpp's options for the mode ngram")
     parser.add_argument("--draft", default="--spec-type draft-simple", help="the same for the mode assistant")

@@ -29,7 +29,8 @@ def rows_of(name: str) -> Any:
 @pytest.mark.parametrize("name", ["first_page_cpu_bf16", "race_cpu", "first_calls_cpu_bf16", "batches_cpu_bf16",
                                   "blocks_cpu_bf16", "blocks_unseen_cpu_bf16", "auto_heads_cpu_bf16",
                                   "long_texts_cpu_bf16", "lossy_cpu_bf16", "forwards_cpu_bf16", "quantized_cpu",
-                                  "five_steps_cpu", "adapt_cpu", "quantized_avx2_cpu"])  # fmt: skip
+                                  "five_steps_cpu", "adapt_cpu", "quantized_avx2_cpu", "random_7b_cpu",
+                                  "waiting_requests_cpu"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     rows = rows_of(f"{name}.json")
     assert re.match(r"[0-9a-f]{40}", rows["environment"]["commit"])
@@ -181,6 +182,25 @@ def test_the_race_with_avx2() -> None:
             f"{median(row['prompt_seconds'] for row in rows):.2f}",
         ]
         assert f"| {' | '.join(cells)} | {after:.1f} |" in laptop
+
+
+def test_a_7b() -> None:
+    laptop = (ROOT / "docs" / "laptop.md").read_text().split("| 7B |")[1]
+    for run in rows_of("random_7b_cpu.json")["runs"]:
+        rows = [row for row in run["rows"] if row["set"] == "coding"]
+        after = median((row["tokens"] - 1) / (row["seconds"] - row["prompt_seconds"]) for row in rows)
+        name = "llama.cpp" if run["form"] == "llama.cpp" else "this package, plain steps"
+        name += ", AVX2" if run["instructions"] == "avx2" else ""
+        prompt = f"{median(row['prompt_seconds'] for row in rows):.2f}"
+        assert f"| {name} | {run['memory']['end']['peak'] / 1024:.1f} GiB | {prompt} | {after:.1f} |" in laptop
+
+
+def test_waiting_requests() -> None:
+    servers = (ROOT / "docs" / "servers.md").read_text()
+    rows = rows_of("waiting_requests_cpu.json")["rows"]
+    for plain, auto in zip(rows[::2], rows[1::2], strict=True):
+        cells = (f"{row['tokens'] / row['seconds']:.1f} | {row['mean_wait']:.0f}" for row in (plain, auto))
+        assert f"| {plain['way']} | {' | '.join(cells)} |" in servers
 
 
 def test_lossy_acceptance() -> None:
