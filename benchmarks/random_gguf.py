@@ -37,6 +37,8 @@ def main():
     parser.add_argument("source", type=Path)
     parser.add_argument("output", type=Path)
     options = parser.parse_args()
+    if options.output.exists():
+        parser.error(f"{options.output} exists. Name another file.")
     reader, draw = GGUFReader(options.source), np.random.default_rng(0)
     architecture = reader.fields["general.architecture"].contents()
     known = {name: int(reader.fields[f"{architecture}.{name}"].contents()) for name in SIZES}
