@@ -38,6 +38,7 @@ from hf_specdec import (
     CacheCapacityError,
     SpeculativeDecodingError,
     SpeculativeGenerationMixin,
+    UnsupportedModelError,
     load_gguf,
     model_and_head,
 )
@@ -99,7 +100,8 @@ def packed_loader(load):
 
 async def answer_with_reason(_, error):
     """Answer a request that failed in the format of OpenAI's errors, whose message their clients show."""
-    kind, status = ("server_error", 503) if isinstance(error, NO_MEMORY) else ("invalid_request_error", 400)
+    status = 503 if isinstance(error, NO_MEMORY) else 500 if isinstance(error, UnsupportedModelError) else 400
+    kind = "invalid_request_error" if status == 400 else "server_error"
     return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}", "type": kind}}, status)
 
 

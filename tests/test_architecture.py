@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 1205, "checkpoints": 3252, "cli": 2571, "control": 1155, "cpu": 1942,
+    "acceptance": 1030, "bench": 1205, "checkpoints": 3282, "cli": 2580, "control": 1155, "cpu": 1942,
     "drafters": 6714, "fusion": 761, "generation": 3665, "heads": 3132, "reporting": 375, "training": 4272,
     "trees": 683, "verification": 6743, "viz": 996,
 }  # fmt: skip

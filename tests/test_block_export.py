@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import drafters
 import zoo
 from block_engines import PYTHON, Block, corrected, run_script
-from hf_specdec import CheckpointFormatError, DFlashHead, SpeculativeGenerationMixin, export_head, load_head
+from hf_specdec import CheckpointFormatError, DFlashHead, DrafterMismatchError, SpeculativeGenerationMixin, export_head, load_head
 from hf_specdec.checkpoints.export import lost_settings
 
 FULL, SLIDES = "full_attention", "sliding_attention"
@@ -206,7 +206,7 @@ WINDOWS = {"layer_types": MIXED, "sliding_window": 4}
         ({"aux_hidden_state_layer_ids": None}, ("dflash", "speculators"), "model.load_drafter first"),
         ({"own_embedding": True}, ("dflash", "speculators"), "target's embedding, but this head has its own"),
         ({"own_lm_head": True}, ("dflash", "speculators"), "train with own_lm_head=False"),
-        ({"draft_vocab_size": 24}, ("dflash", "speculators"), "train with own_lm_head=True"),
+        ({"draft_vocab_size": 24}, ("dflash", "speculators"), "pass the target.*--model"),
         ({"markov_rank": 4}, ("dflash",), "no Markov head .speculators"),
         ({"confidence_head": True}, ("dflash",), "no confidence head .speculators"),
         ({"sample_from_anchor": True}, ("dflash",), "no `sample_from_anchor` .speculators"),
@@ -225,6 +225,35 @@ def test_what_a_layout_cannot_hold(
         with pytest.raises(CheckpointFormatError, match=reason):
             export_head(make(**fields), tmp_path / "out", format=format)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["dflash", "speculators"])
+@torch.no_grad()
+def test_a_draft_vocabulary_is_written_with_the_rows_of_the_targets_lm_head(format: str, tmp_path: Path) -> None:
+    """As `train dflash --draft-vocab-size` makes heads; written with their target, they draft the same alone."""
+    model, head = zoo.build("llama"), make(draft_vocab_size=24)
+    assert head.shares_lm_head
+    read = load_head(export_head(head, tmp_path / "head", format=format, target=model))
+    assert isinstance(read, DFlashHead) and not read.shares_lm_head and head.shares_lm_head
+    assert torch.equal(read.hot_token_ids, head.hot_token_ids)
+    hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(read.score(hidden), model.lm_head(hidden)[..., head.hot_token_ids])
+    rest = {name: tensor for name, tensor in read.state_dict().items() if not name.startswith("lm_head")}
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(rest.pop(name), tensor), name
+    assert not rest
+    with pytest.raises(DrafterMismatchError):
+        export_head(head, tmp_path / "other", format=format, target=zoo.shallow("llama", 1))
+    whole = make()
+    assert load_head(export_head(whole, tmp_path / "whole", format=format, target=model)).shares_lm_head
+
+
+def test_rows_of_a_quantised_lm_head_are_not_copied(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(CheckpointFormatError, match="Load the target in its original precision"):
+        export_head(make(draft_vocab_size=24), tmp_path / "head", format="dflash", target=model)
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_layer_that_dflash_reads_otherwise_is_refused(tmp_path: Path) -> None:

@@ -333,6 +333,9 @@ def test_inspect_and_convert(model_path: Path, tmp_path: Path, monkeypatch: Patc
     assert run(monkeypatch, "convert", model_path / "head", tmp_path / "other", "--format", "eagle", "--json") == 0
     done = json.loads(capsys.readouterr().out)
     assert done == {"source": "hf-specdec", "layout": "eagle", "output": str(tmp_path / "other"), "not_stored": []}
+    assert run(monkeypatch, "convert", model_path / "head", tmp_path / "with its target", "--format", "eagle",
+               "--model", model_path) == 0  # fmt: skip
+    assert "Loading the model" in capsys.readouterr().err
     assert run(monkeypatch, "inspect", tmp_path, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["method"], report["dtype"]) == ("eagle", "eagle", "float16")

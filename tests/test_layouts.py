@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import drafters
 import layouts
 import zoo
 from block_engines import Block, close, corrected
@@ -719,3 +721,36 @@ def test_hostile_configs_of_block_heads(name: str, tmp_path: Path) -> None:
             assert head is not None or 20 < len(message) < 3000, (path, value)
             if head is not None and head.config.block_size <= 64 and head.config.vocab_size == layouts.V:
                 assert all(bool(part.isfinite().all()) for part in draft(head, target)), (path, value)
+
+
+def test_the_table_of_engines_names_every_layout_that_can_be_written(tmp_path: Path) -> None:
+    """docs/heads.md says which trained heads load in which engine: each of its cells, by writing that head."""
+    model = zoo.shallow("llama", 4)
+    eagle = {"version": 3, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    cut: dict[str, Any] = {"draft_vocab_size": 24}
+    heads: dict[str, Any] = {
+        "`eagle`": drafters.random_head(model, **eagle),
+        "`eagle` with `qk_norm`": drafters.random_head(model, **eagle, qk_norm=True),
+        "`eagle --version 1`": drafters.random_head(model),
+        "`dflash`": drafters.random_block(model),
+        "`dflash --draft-vocab-size N`": drafters.random_block(model, **cut),
+        "`dflash --causal`": drafters.random_block(model, causal=True),
+        "`dflash --markov-rank N`": drafters.random_block(model, markov_rank=4, sample_from_anchor=True),
+        "`dflash --causal --markov-rank N`": drafters.random_block(
+            model, causal=True, markov_rank=4, sample_from_anchor=True, **cut
+        ),
+    }
+    page = (Path(__file__).parents[1] / "docs" / "heads.md").read_text()
+    lines = page.partition("| trained with |")[2].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    for number, (start, head) in enumerate(heads.items()):
+        found = [row for row in rows if row[0] == start or row[0].startswith((f"{start} or", f"{start},"))]
+        ((_, vllm, sglang),) = found
+        named = {word for cell in (vllm, sglang) for word in re.findall("`([a-z0-9]+)`", cell)}
+        for format in ("dflash", "speculators", "sglang", "eagle"):
+            folder = tmp_path / f"{number}{format}"
+            if format in named:
+                export_head(head, folder, format=format, target=model)
+            else:
+                with pytest.raises(CheckpointFormatError):
+                    export_head(head, folder, format=format, target=model)

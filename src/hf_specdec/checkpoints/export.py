@@ -6,12 +6,14 @@ A head is written atomically and overwrites another one only on request. The lay
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import staging_directory
@@ -22,11 +24,19 @@ from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.card import CARD_NAME, export_card
 from hf_specdec.heads.head import NATIVE_LAYOUT
 from hf_specdec.records import checked_path
+from hf_specdec.verification.model import lm_head_rows
 
 logger = logging.getLogger(__name__)
 
 
-def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
+def export_head(
+    head: Head,
+    path: str | Path,
+    format: str = NATIVE_LAYOUT,
+    *,
+    replace: bool = False,
+    target: PreTrainedModel | None = None,
+) -> Path:
     """Write a head in an engine's layout, with a card that describes how to use it there.
 
     Settings that the format cannot store are lost; their names are logged.
@@ -38,6 +48,8 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
             authors' code, vLLM), `"speculators"` (EAGLE-3 and block heads on vLLM), `"speculators-mtp"`, `"sglang"`
             (EAGLE-3), `"dflash"` (block heads for the authors' code, JetSpec, vLLM and SGLang).
         replace: Delete a head that is in the directory, with all its files, and write this one.
+        target: The head's target. A head with a draft vocabulary that uses the target's lm_head is written with a copy
+            of these rows, without which engines cannot load it.
 
     Returns:
         The directory.
@@ -53,6 +65,8 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         ```
     """
     folder = checked_path(path)
+    if target is not None and isinstance(head, PreTrainedModel):
+        head = _with_lm_head(head, target)
     _check_format(head, format)
     if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
         raise InvalidConfigError(
@@ -79,8 +93,24 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
     return folder
 
 
-OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "all_children", "recipe", "tau")
+OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "all_children", "trained_length", "recipe", "tau")
 """Config fields with drafting defaults and training information, which do not define the head."""
+
+
+def _with_lm_head(head: Head, target: PreTrainedModel) -> Head:
+    """Return the head; one that uses the target's lm_head over a draft vocabulary, as a copy with rows of its own."""
+    head.check_sizes(target.config.get_text_config(decoder=True))
+    if not head.shares_lm_head or head.hot_token_ids is None or not hasattr(head.config, "own_lm_head"):
+        return head
+    rows = lm_head_rows(target, head.hot_token_ids)
+    if type(rows) is not nn.Linear or rows.bias is not None:
+        raise CheckpointFormatError(
+            "The target's lm_head is quantised, offloaded or sharded, or has a bias, so its rows cannot be copied.",
+            "Load the target in its original precision, on one device.",
+        )
+    copied = copy.deepcopy(head)
+    copied.lm_head, copied.shares_lm_head, copied.config.own_lm_head = rows.to(head.dtype), False, True
+    return copied
 
 
 def lost_settings(head: Head, format: str) -> list[str]:

@@ -136,6 +136,10 @@ def convert(
     target: Annotated[
         str | None, typer.Option(metavar="ID", help="Hub id of the target to store in the head's config.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_ID", help="The target, for a head that uses its lm_head over a draft vocabulary."),
+    ] = None,
     hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list (freq_*.pt) of the tokens to draft.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the weights.")
@@ -149,20 +153,25 @@ def convert(
         raise InvalidConfigError(f"OUTPUT {output} is the directory of the head itself.", "Give another directory.")
     with _options_named():
         check_new_head(output, replace=force)
-    check_places(head=head)
+    check_places(model, head=head)
     with importing(shown=not as_json):
         import torch
 
         from hf_specdec.checkpoints.export import export_head, lost_settings
         from hf_specdec.checkpoints.hub import load_head
+        from hf_specdec.generation.loading import load_target
 
     with working("Reading the head", shown=not as_json):
         kind = None if dtype is None else getattr(torch, dtype)
         loaded = load_head(head, revision=revision, hot_tokens=hot_tokens, dtype=kind)
     if target is not None:
         loaded.config.base_model_name_or_path = target
+    target_model = None
+    if model is not None:
+        with working("Loading the model", shown=not as_json):
+            target_model = load_target(model, "auto")[0]
     with _options_named():
-        folder = export_head(loaded, output, format=format, replace=force)
+        folder = export_head(loaded, output, format=format, replace=force, target=target_model)
     lost = lost_settings(loaded, format)
     if as_json:
         typer.echo(json.dumps({"source": loaded.layout, "layout": format, "output": str(folder), "not_stored": lost}))
