@@ -98,7 +98,7 @@ OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "all_children"
 
 
 def _with_lm_head(head: Head, target: PreTrainedModel) -> Head:
-    """Return the head; one that uses the target's lm_head over a draft vocabulary, as a copy with rows of its own."""
+    """Return the head; one that uses the target's lm_head over a draft vocabulary, as a copy that has these rows."""
     head.check_sizes(target.config.get_text_config(decoder=True))
     if not head.shares_lm_head or head.hot_token_ids is None or not hasattr(head.config, "own_lm_head"):
         return head

@@ -49,8 +49,14 @@ def model_directory(name: str) -> Path | None:
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a name is that of a GGUF file, by its suffix; a directory is none."""
-    return str(source).lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(source))
+    """Whether a name is that of a GGUF file, by its suffix or, as Ollama's have none, by its first bytes."""
+    path = os.path.expanduser(source)
+    if str(source).lower().endswith(".gguf"):
+        return not os.path.isdir(path)
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _gguf_file(name: str) -> Path:

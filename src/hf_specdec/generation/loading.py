@@ -98,7 +98,10 @@ def load_tokenizer(name: str | None) -> Any:
     source = _source(name)
     with _loading(source):
         if is_gguf(source):
-            return AutoTokenizer.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
+            # AutoTokenizer needs 10 s to find the class: it reads the vocabulary with `gguf.GGUFReader`
+            kind = transformers.TOKENIZER_MAPPING.get(type(gguf_config(Path(source))), AutoTokenizer)
+            kind = kind if isinstance(kind, type) else AutoTokenizer
+            return kind.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
         try:
             return AutoTokenizer.from_pretrained(source)
         except Exception as error:
