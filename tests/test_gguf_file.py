@@ -6,11 +6,12 @@ import logging
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command_line import error_line, run
 from hf_specdec import (
@@ -23,7 +24,7 @@ from hf_specdec import (
 from hf_specdec.cpu.library import NoKernelsError
 from hf_specdec.cpu.quantized import PackedWeight
 from hf_specdec.generation import gguf_file
-from hf_specdec.generation.loading import load_target
+from hf_specdec.generation.loading import load_target, load_tokenizer
 from hf_specdec.training.teachers import ModelTeacher
 
 gguf = pytest.importorskip("gguf")
@@ -300,3 +301,21 @@ def test_commands_take_a_gguf_file(
     assert "Use float32 or bfloat16" in error_line(capsys.readouterr().err)
     assert run(monkeypatch, "generate", "hello", "--model", tmp_path / "none.gguf") == 2
     assert "none.gguf" in error_line(capsys.readouterr().err)
+    blob = path.rename(tmp_path / "sha256-0a1b")  # Ollama's files have no suffix
+    options[1] = blob
+    assert run(monkeypatch, "generate", "hello hello", *options) == 0
+    assert capsys.readouterr().out == plain
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """Ours is found by the config, without the slow reader; llama, without a class in the mapping, needs it."""
+    path = make(tmp_path, architecture)
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    with mock.patch.object(gguf, "GGUFReader", wraps=gguf.GGUFReader) as reader:
+        found = load_tokenizer(str(path))
+    assert type(found) is type(expected)
+    assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert found.special_tokens_map == expected.special_tokens_map
+    whole = [call for call in reader.call_args_list if Path(call.args[0]) == path]
+    assert bool(whole) == (architecture == "llama")

@@ -399,12 +399,14 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     call = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
     call.use_programs(2**31, waits=True)  # later calls are assumed to be long enough for any one-time work to pay
     widest = call.limits.num_nodes
-    if call.learns_costs(synced_gpus=False):
+    captures = execution_device(model).type in GRAPH_BACKENDS
+    if measured := call.learns_costs(synced_gpus=False):
         measure_costs(model, call.facts, rows=rows, widest=widest, context=context, runner=call.runner)
     if call.runner is not None:
-        if not call.width:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
+        # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured; without graphs once is enough
+        if not call.width and (captures or not measured):
             time_forwards(model, [1, widest], context, call.facts, rows=rows, runner=call.runner)
-        if execution_device(model).type in GRAPH_BACKENDS:
+        if captures:
             _rehearse(model, speculative, call.limits, rows, context)
 
 
