@@ -20,7 +20,14 @@ from torch import Tensor, nn
 import drafters
 import zoo
 from block_engines import PYTHON, Block, corrected, run_script
-from hf_specdec import CheckpointFormatError, DFlashHead, DrafterMismatchError, SpeculativeGenerationMixin, export_head, load_head
+from hf_specdec import (
+    CheckpointFormatError,
+    DFlashHead,
+    DrafterMismatchError,
+    SpeculativeGenerationMixin,
+    export_head,
+    load_head,
+)
 from hf_specdec.checkpoints.export import lost_settings
 
 FULL, SLIDES = "full_attention", "sliding_attention"
@@ -234,7 +241,9 @@ def test_a_draft_vocabulary_is_written_with_the_rows_of_the_targets_lm_head(form
     model, head = zoo.build("llama"), make(draft_vocab_size=24)
     assert head.shares_lm_head
     read = load_head(export_head(head, tmp_path / "head", format=format, target=model))
-    assert isinstance(read, DFlashHead) and not read.shares_lm_head and head.shares_lm_head
+    assert isinstance(read, DFlashHead)
+    assert not read.shares_lm_head
+    assert head.shares_lm_head
     assert torch.equal(read.hot_token_ids, head.hot_token_ids)
     hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(read.score(hidden), model.lm_head(hidden)[..., head.hot_token_ids])

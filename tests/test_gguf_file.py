@@ -301,6 +301,10 @@ def test_commands_take_a_gguf_file(
     assert "Use float32 or bfloat16" in error_line(capsys.readouterr().err)
     assert run(monkeypatch, "generate", "hello", "--model", tmp_path / "none.gguf") == 2
     assert "none.gguf" in error_line(capsys.readouterr().err)
+    assert {load_target(str(path), "auto", round_activations=rounds)[0].dtype for rounds in (False, True)} == {
+        torch.float32,
+        torch.bfloat16,
+    }
     blob = path.rename(tmp_path / "sha256-0a1b")  # Ollama's files have no suffix
     options[1] = blob
     assert run(monkeypatch, "generate", "hello hello", *options) == 0

@@ -172,7 +172,8 @@ def test_the_race_of_quantised_weights() -> None:
 
 def test_the_race_with_avx2() -> None:
     laptop = (ROOT / "docs" / "laptop.md").read_text().split("| AVX2 |")[1]
-    for run in rows_of("quantized_avx2_cpu.json")["runs"]:
+    runs = {(run["form"], run["mode"]): run for run in rows_of("quantized_avx2_cpu.json")["runs"]}
+    for run in runs.values():
         of_set = {name: [row for row in run["rows"] if row["set"] == name] for name in ("coding", "spec_bench")}
         cells = [f"{median(row['tokens'] / row['seconds'] for row in rows):.1f}" for rows in of_set.values()]
         rows = of_set["coding"]
@@ -182,6 +183,22 @@ def test_the_race_with_avx2() -> None:
             f"{median(row['prompt_seconds'] for row in rows):.2f}",
         ]
         assert f"| {' | '.join(cells)} | {after:.1f} |" in laptop
+
+    def ratios(other: tuple[str, str], name: str, times: str) -> str:
+        pairs = zip(runs["gguf-rounded", "auto"]["rows"], runs[other]["rows"], strict=True)
+        speeds = [[row["tokens"] / row["seconds"] for row in pair] for pair in pairs if pair[0]["set"] == name]
+        found = [own / others for own, others in speeds]
+        return f"{median(found):.2f}{times} on {{}} ({min(found):.2f}{times} to {max(found):.2f}{times})"
+
+    for name, shown in (("coding", "coding"), ("spec_bench", "the others")):
+        assert ratios(("gguf-rounded", "plain"), name, "x").format(shown) in laptop
+        told = ratios(("llama.cpp", "plain"), name, "").format(shown)
+        assert (
+            told.replace(" on ", " times on ").replace("times on coding", "times llama.cpp's speed on coding")
+            in laptop
+        )
+    changed = zip(runs["gguf-rounded", "auto"]["rows"], runs["gguf-rounded", "plain"]["rows"], strict=True)
+    assert all(row["ids"] == plain["ids"] for row, plain in changed)
 
 
 def test_a_7b() -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.bench.methods import PEERS
 from hf_specdec.bench.questions import Question
-from hf_specdec.bench.summary import summarise
+from hf_specdec.bench.summary import summarise, warnings_of
 from hf_specdec.bench.timing import Measurement, measure
 from hf_specdec.config import PLAIN, ExecutionMode
 from hf_specdec.control import costs
@@ -158,6 +158,7 @@ class Diagnosis:
     compiled_seconds: Mapping[int, float] = field(default_factory=dict)  # of `compiled`; empty without it
     drafting: Mapping[str, Drafting] = field(default_factory=dict)  # by method of this package
     advice: Sequence[Advice] = ()  # see `advise`
+    warnings: Sequence[str] = ()  # see `warnings_of`
 
     @property
     def best(self) -> str:
@@ -201,6 +202,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
             method: Drafting.of([row for row in rows if row.method == method])
             for method in overall if method not in PEERS
         },
+        warnings=warnings_of(rows),
     )  # fmt: skip
     mode: Any = found.compiled  # an `ExecutionMode`
     runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None

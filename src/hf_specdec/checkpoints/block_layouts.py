@@ -171,8 +171,8 @@ def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
         "the target's)": config.own_embedding,
         "over the whole vocabulary the format uses the target's lm_head, but this head has its own (train with "
         "own_lm_head=False or with a draft_vocab_size)": config.own_lm_head and not is_cut,
-        "with a draft vocabulary the format has an lm_head, but this head uses the target's (pass the target, whose rows "
-        "are copied: --model, in Python target=)": is_cut and not config.own_lm_head,
+        "with a draft vocabulary the format has an lm_head, but this head uses the target's (pass the target, whose "
+        "rows are copied: --model, in Python target=)": is_cut and not config.own_lm_head,
     }  # fmt: skip
 
 

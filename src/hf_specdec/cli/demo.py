@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 from hf_specdec.cli.answers import dtype_of, short_name
 from hf_specdec.cli.status import working
 from hf_specdec.generation.loading import encode
@@ -97,11 +98,18 @@ class DemoResult:
     speculative_tokens_per_second: float
     speculation: SpeculationStats
     is_compiled: bool  # whether the speculative call ran a compiled or captured forward; plain generate() does not
+    others_cores: float  # that other processes used meanwhile, if they disturbed the calls
 
     @property
     def speed_up(self) -> float:
         """Ratio of the tokens per second of speculative to plain decoding."""
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
+
+    @property
+    def disturbance(self) -> str:
+        """What other processes did to these times; empty if they did nothing."""
+        used = f"Other processes used {self.others_cores:.1f} cores meanwhile"
+        return f"{used}: these times say little. Run it again when they are done." if self.others_cores else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the speed-up and all fields except `pieces` as JSON-serialisable values."""
@@ -131,7 +139,7 @@ def run(
     or none, so that both times include the same work.
     """
     inputs = encode(tokenizer, prompt, model.device)
-    length = inputs["input_ids"].shape[1]
+    length, others, start = inputs["input_ids"].shape[1], OtherProcesses(), time.perf_counter()
 
     def timed(streamer: TimedAnswer | None, **options: Any) -> tuple[Tensor, float]:
         if streamer is not None:
@@ -143,7 +151,7 @@ def run(
 
     plain_ids, plain_speed = timed(plain, speculative=None)
     speculative_ids, speculative_speed = timed(speculative, speculative=method)
-    stats: SpeculationStats = model.last_speculation
+    cores, stats = others.cores(), model.last_speculation
     ends = [1, *(1 + sum(stats.accepted_per_step[0][: i + 1]) for i in range(stats.num_target_forwards))]
     return DemoResult(
         text=tokenizer.decode(speculative_ids, skip_special_tokens=True),
@@ -154,6 +162,7 @@ def run(
         method=method,
         speculation=stats,
         is_compiled=any(program.runner is not None for program in state_of(model).programs.values()),
+        others_cores=cores or 0.0 if is_disturbed(cores, time.perf_counter() - start) else 0.0,
     )
 
 
@@ -177,6 +186,8 @@ def show_lines(
         console.print(f"  {count}  {piece!r}", markup=False, highlight=False)
     if result.is_compiled:
         console.print(COMPILED_NOTE, highlight=False)
+    if result.disturbance:
+        console.print(result.disturbance, highlight=False)
     console.print(f"weights in {dtype_of(model)}, head: {head or 'none'}", markup=False, soft_wrap=True)
 
 
@@ -235,6 +246,7 @@ def show_race(
         f"{shown_tau(stats.mean_accepted_length)} tokens each (tau). Plain decoding needs one forward per token.",
         f"{COMPILED_NOTE if result.is_compiled else ''} Weights in {dtype}; preparation is not timed.".strip(),
         f"Draft head: {escape(short_name(head)) if head else 'none'}.",
+        *([f"[yellow]{result.disturbance}[/]"] if result.disturbance else []),
         "\n[bold]Try next[/bold]",
     ):
         console.print(line, highlight=False, width=min(console.width, WIDEST))

@@ -105,7 +105,7 @@ def doctor(
     with working("Loading the model", shown=not as_json):
         lm, tokenizer = load_model(model, head, dtype, round_activations=round_activations)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
-    with working("Timing forwards and methods on three prompts", shown=not as_json):
+    with working("Timing methods on three prompts and forwards: a minute for a 0.5B", shown=not as_json):
         found = diagnosis.diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm), "head": source}))
@@ -146,6 +146,8 @@ def doctor(
     if not found.advice:
         say("No setting was found that would make it faster.")
     say(compile_hint(lm.device.type))
+    for warning in found.warnings:
+        say(warning, err=True)
 
 
 def compile_hint(device: str) -> str:

@@ -138,7 +138,9 @@ def convert(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="PATH_OR_ID", help="The target, for a head that uses its lm_head over a draft vocabulary."),
+        typer.Option(
+            metavar="PATH_OR_ID", help="The target, for a head that uses its lm_head over a draft vocabulary."
+        ),
     ] = None,
     hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list (freq_*.pt) of the tokens to draft.")] = None,
     dtype: Annotated[

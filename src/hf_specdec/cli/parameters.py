@@ -79,7 +79,8 @@ Precision = Annotated[
 ]
 TrainingPrecision = Annotated[Dtype, typer.Option(help=_PRECISION_HELP)]
 RoundActivations = Annotated[
-    bool, typer.Option("--round-activations", help="With a GGUF model: multiply in 8 bits, as llama.cpp does.")
+    bool,
+    typer.Option("--round-activations", help="With a GGUF model: multiply in 8 bits, as llama.cpp does, in bfloat16."),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]

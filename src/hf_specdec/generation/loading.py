@@ -99,7 +99,7 @@ def load_tokenizer(name: str | None) -> Any:
     with _loading(source):
         if is_gguf(source):
             # AutoTokenizer needs 10 s to find the class: it reads the vocabulary with `gguf.GGUFReader`
-            kind = transformers.TOKENIZER_MAPPING.get(type(gguf_config(Path(source))), AutoTokenizer)
+            kind: Any = transformers.TOKENIZER_MAPPING.get(type(gguf_config(Path(source))), AutoTokenizer)
             kind = kind if isinstance(kind, type) else AutoTokenizer
             return kind.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
         try:
@@ -139,11 +139,13 @@ def load_config(name: str | None) -> Any:
 def load_target(name: str | None, dtype: torch.dtype | str, *, round_activations: bool = False) -> tuple[Any, Any]:
     """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
 
-    `round_activations`, see `load_gguf`, is ignored unless the model is a GGUF file.
+    `round_activations`, see `load_gguf`, is ignored unless the model is a GGUF file; with it, the dtype "auto" is
+    bfloat16, in which such a model is faster than in float32.
     """
     tokenizer, source = load_tokenizer(name), _source(name)
     with _loading(source):
         if is_gguf(source):
+            dtype = "bfloat16" if dtype == "auto" and round_activations else dtype
             return load_gguf(source, dtype=dtype, round_activations=round_activations), tokenizer
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
