@@ -8,6 +8,7 @@ SPECULATORS_PYTHON=/tmp/speculators/bin/python make test
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,7 @@ def test_a_draft_vocabulary_is_written_with_the_rows_of_the_targets_lm_head(form
 
 
 def test_rows_of_a_quantised_lm_head_are_not_copied(tmp_path: Path) -> None:
-    model = zoo.build("llama")
+    model = copy.deepcopy(zoo.build("llama"))
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(CheckpointFormatError, match="Load the target in its original precision"):
         export_head(make(draft_vocab_size=24), tmp_path / "head", format="dflash", target=model)

@@ -64,6 +64,12 @@ def test_demo_shows_speeds_tau_and_equality(model_path: Path, monkeypatch: Patch
     for part in ("plain generate()", "speculative='auto'", "tau", "ids equal: yes", "steps with the most tokens",
                  f"weights in float32, head: {model_path / 'head'}\n"):  # fmt: skip
         assert part in text
+    with monkeypatch.context() as patch:
+        for disturbs in (False, True):
+            patch.setattr(demo, "is_disturbed", lambda cores, seconds, disturbs=disturbs: disturbs)
+            patch.setattr(demo.OtherProcesses, "cores", lambda _: 1.5)
+            assert run(patch, "demo", *options, "--max-new-tokens", 4) == 0
+            assert ("Other processes used 1.5 cores meanwhile" in capsys.readouterr().out) == disturbs
     assert run(monkeypatch, "demo", *options, "--max-new-tokens", 12, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ids_equal"]

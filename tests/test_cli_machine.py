@@ -272,9 +272,12 @@ def test_doctor_lists_advice_in_order(
         {"problem": "A is slow.", "change": "Do B.", "gain": 1.5, "source": "measured"},
         {"problem": "C is off.", "change": "Install D.", "gain": None, "source": "rule"},
     ]
-    monkeypatch.setattr("hf_specdec.bench.diagnosis.diagnose", lambda *_, **__: FINE)
+    disturbed = replace(FINE, warnings=["Others disturbed it."])
+    monkeypatch.setattr("hf_specdec.bench.diagnosis.diagnose", lambda *_, **__: disturbed)
     assert run(monkeypatch, "doctor", saved) == 0
-    assert "No setting was found that would make it faster." in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "No setting was found that would make it faster." in shown.out
+    assert "Others disturbed it." in shown.err
 
 
 @pytest.mark.slow
