@@ -151,7 +151,9 @@ def test_probing_costs_few_forwards_and_no_random_numbers(model: Any) -> None:
         model.to(dtype)
         calls.clear()
         inspect_target(model)
-        assert len(calls) == 5  # plain generate(): the prompt and two steps; the prompt again; the tree
+        # plain generate(): the prompt and two steps; the prompt again; the tree. Without instructions for bfloat16
+        # torch rounds one row otherwise than several: six more forwards show how much
+        assert len(calls) in ((5,) if dtype == torch.float32 else (5, 11))
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5

