@@ -179,7 +179,7 @@ def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, mo
 
 
 def test_a_nudge_shows_how_rounding_grows() -> None:
-    """On most processors plain steps of this model and one forward over all tokens agree bit by bit, which shows nothing."""
+    """On most processors plain steps of this model and one forward over all tokens agree in every bit."""
     model = copy.deepcopy(zoo.build("qwen3_5_text")).to(torch.bfloat16)
     with torch.no_grad():
         run = trials.run_plainly(model, 3, 4)
