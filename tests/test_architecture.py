@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1030, "bench": 1207, "checkpoints": 3288, "cli": 2597, "control": 1155, "cpu": 1942,
-    "drafters": 6714, "fusion": 761, "generation": 3672, "heads": 3132, "reporting": 375, "training": 4272,
+    "drafters": 6714, "fusion": 761, "generation": 3671, "heads": 3132, "reporting": 375, "training": 4272,
     "trees": 683, "verification": 6743, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""

@@ -99,8 +99,7 @@ def load_tokenizer(name: str | None) -> Any:
     with _loading(source):
         if is_gguf(source):
             # AutoTokenizer needs 10 s to find the class: it reads the vocabulary with `gguf.GGUFReader`
-            kind: Any = transformers.TOKENIZER_MAPPING.get(type(gguf_config(Path(source))), AutoTokenizer)
-            kind = kind if isinstance(kind, type) else AutoTokenizer
+            kind: Any = transformers.TOKENIZER_MAPPING.get(type(gguf_config(Path(source))), None) or AutoTokenizer
             return kind.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
         try:
             return AutoTokenizer.from_pretrained(source)
