@@ -497,7 +497,7 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         both: list[Any] = [by_graph.tree, by_hand.tree]
         assert torch.equal(*(tree.tokens.raw for tree in both))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in both))
-        torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
+        torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw, rtol=1e-4, atol=1e-4)
         if of == "eagle":
             going = (step.acceptance.path >= 0).any(-1).raw
             torch.testing.assert_close(last.raw[going], session._last.raw[going])

@@ -65,7 +65,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     half = found.dtype != torch.float32
     torch.testing.assert_close(found, expected, **({"atol": 0.02, "rtol": 0.02} if half else {}))
     if half:
-        assert ((found - expected).abs() > 1e-6).sum() <= max(0.005 * found.numel(), 1)
+        assert ((found - expected).abs() > 1e-6).sum() <= max(0.005 * found.numel(), 3)
 
 
 @pytest.mark.parametrize("early", [False, True])

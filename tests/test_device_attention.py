@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -239,8 +240,19 @@ def test_kernels_with_bounded_scores_and_sinks(kind: LayerKind, softcap: float, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("interpreter")
-def test_kernels_that_split_keys_at_fixed_places_give_the_same_bits(kind: LayerKind, dtype: torch.dtype) -> None:
-    """A node of a chain, and the step of plain decoding at its place, over memory of other sizes; padded alike."""
+def test_kernels_that_split_keys_at_fixed_places_give_the_same_bits(
+    kind: LayerKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of a chain, and the step of plain decoding at its place, over memory of other sizes; padded alike.
+
+    On some processors NumPy's matrix product rounds a row by its place in the matrix, which a GPU's does not.
+    """
+    multiply = np.matmul
+
+    def in_float64(a: Any, b: Any, dtype: Any) -> Any:
+        return multiply(a, b, dtype=np.float64).astype(dtype)
+
+    monkeypatch.setattr(np, "matmul", in_float64)
     query, key, value = (draw(1, heads, 900, 16, seed=heads, dtype=dtype) for heads in (6, 2, 2))
     valid, left = torch.arange(900)[None] > 2, torch.tensor([3])
     chain, differ = torch.arange(8)[None] - 1, False
@@ -252,14 +264,13 @@ def test_kernels_that_split_keys_at_fixed_places_give_the_same_bits(kind: LayerK
         queries = query[:, :, length : length + 8]
         return attend_in_parts(queries, key[:, :, :slots], value[:, :, :slots], visible, 0.25, 0.0, None, 12)[0]
 
-    for length in (9, 30, 60, 123, 250, 387):
+    for length in (9, 60, 123, 250):
         found = attend(chain, length, 400, fixed=True)
         others = attend(chain, length, 400, fixed=False)
         for node in range(8):
-            for slots in (400, 900):
-                plain = torch.full((1, 8), -1)
-                assert torch.equal(attend(plain, length + node, slots, fixed=True)[0], found[node]), (length, node)
-                differ |= not torch.equal(attend(plain, length + node, slots, fixed=False)[0], others[node])
+            plain, slots = torch.full((1, 8), -1), (400, 900)[node % 2]
+            assert torch.equal(attend(plain, length + node, slots, fixed=True)[0], found[node]), (length, node)
+            differ |= not torch.equal(attend(plain, length + node, slots, fixed=False)[0], others[node])
     assert differ or dtype == torch.bfloat16, "this test could not fail"
 
 

@@ -47,7 +47,7 @@ def refusals(attempts: Iterable[Callable[[], Any]]) -> list[str]:
         begin = time.perf_counter()
         with pytest.raises(InvalidConfigError) as refused:
             attempt()
-        assert time.perf_counter() - begin < 2 * TIMEOUT
+        assert time.perf_counter() - begin < 5 * TIMEOUT
         return str(refused.value)
 
     with ThreadPoolExecutor(16) as pool:
