@@ -34,7 +34,7 @@ class StepQueue(StepStreamer):
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
-        self.queue, self.stopped = Queue(), False
+        self.queue, self.stopped, self.error = Queue(), False, None
 
     def add(self, piece):
         """Take the text of a step."""
@@ -55,6 +55,8 @@ def stream_html(model, tokenizer, messages, **options):
             model.generate(**inputs, streamer=steps, **options)
         except InterruptedError:
             pass
+        except Exception as error:
+            steps.error = error
         finally:
             steps.queue.put(None)
 
@@ -65,6 +67,8 @@ def stream_html(model, tokenizer, messages, **options):
             text = ColoredText(tuple(steps.pieces))._repr_html_().replace("\n", "&#10;")
             speed = f"{steps.tokens_per_second:.1f} tokens/s, {steps.tau:.2f} tokens per forward"
             yield f"<div>{text}</div><small>{speed}, {steps.num_tokens} tokens</small>"
+        if steps.error:
+            raise steps.error
     finally:
         steps.stopped = True
 

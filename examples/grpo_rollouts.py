@@ -11,7 +11,7 @@ ways give the same tokens for the same seed.
 `"history": "per_prompt"` also drafts from earlier answers to the same prompt (docs/history.md). Eight steps answer
 each of two prompts four times, so the first two steps have no earlier answers. The gain is small here, because short
 answers that are sampled at temperature 1 share few phrases; expect more of long answers with fixed phrases, of many
-rollouts per prompt and of low temperatures. docs/trainers.md has measurements.
+rollouts per prompt and of low temperatures. docs/rollouts.md has measurements.
 
 Expected output, with one line per rollout and the trainer's log in between; the first rollout includes the one-time
 probe and measurement of costs. Tau varies: in one run it was 1.04 and 1.01 in the first two rollouts, and 1.02 to 1.77

@@ -66,6 +66,7 @@ class SpeculativeServer(Serve):
         self._model_manager.get_gen_models = lambda: [served]  # transformers lists the models of the Hub's cache
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = self.limited(handler._build_generation_config)
+        # the last three: what transformers and chat templates raise for malformed messages
         for kind in (*NO_MEMORY, SpeculativeDecodingError, ValueError, TypeError, LookupError, AttributeError,
                      ArithmeticError):  # fmt: skip
             self.server.config.app.add_exception_handler(kind, answer_with_reason)

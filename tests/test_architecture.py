@@ -45,12 +45,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 1207, "checkpoints": 3288, "cli": 2597, "control": 1155, "cpu": 1942,
+    "acceptance": 1030, "bench": 1214, "checkpoints": 3289, "cli": 2610, "control": 1155, "cpu": 1950,
     "drafters": 6714, "fusion": 761, "generation": 3671, "heads": 3132, "reporting": 375, "training": 4272,
-    "trees": 683, "verification": 6743, "viz": 996,
+    "trees": 683, "verification": 6752, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1425
+MAX_LINES_AT_THE_TOP = 1427
 MAX_CLOSURE = 2349
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

@@ -87,6 +87,16 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_the_new_or_a_refusal(
     assert outcomes == {"[1.0]", "[2.0]", "Saving a head in "}
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    """Safetensors writes files that only their owner may read."""
+    umask = os.umask(0o027)
+    try:
+        head_of(1.0).save_pretrained(tmp_path / "head")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()} == {0o640}
+
+
 @forks
 def test_a_table_that_is_killed_while_it_is_saved(tmp_path: Path, llama: Any) -> None:
     drafter = TokenRecyclingDrafter(width=4, pairs=16)

@@ -144,10 +144,10 @@ def test_every_kind_of_head(
 
 
 def files_of(command: str, folder: Path, names: dict[str, Path]) -> list[str]:
-    """The words of a command, with a file in the place of an object, and paths in the place of names."""
+    """The words of a command, with a file in the place of a recipe, and paths in the place of names."""
     words = []
     for word in command.split():
-        if word.startswith("{"):
+        if word.startswith("{") and words[-1] == "--recipe":
             (folder / "object.json").write_text(word)
             word = str(folder / "object.json")
         words.append(str(names.get(word, word)))
@@ -204,6 +204,7 @@ eagle --head-fields {"head_dim":262144,"num_attention_heads":4096,"num_key_value
 eagle --arguments {"bf16":true,"fsdp":"full_shard"} | there is only one
 eagle --arguments {"learningrate":1} | training arguments are invalid
 eagle --arguments TALKS | Expected a JSON object such as {"bf16": true}.
+eagle --arguments {"bf16":yes} | it is not JSON: Expecting value: line 1 column 9 (char 8). Expected a JSON object
 eagle --seed 4294967296 | seed
 eagle --learning-rate nan | learning-rate
 eagle --max-steps 0 | '--max-steps': must be at least 1
@@ -240,7 +241,7 @@ dflash --head-fields {"blocksize":4} | Did you mean 'block_size'
 dflash --head-fields {"aux_hidden_state_layer_ids":[1,5]} | hidden states 0 to 4, the head reads [1, 5]
 dflash --head-fields {"sliding_window":4,"layer_types":["sliding_attention","sliding_attention"]} | has a sliding
 """
-"""Arguments of `train`, and a part of what is said of them; an object stands for a file with it."""
+"""Arguments of `train`, and a part of what is said of them; the object of a recipe stands for a file with it."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())

@@ -508,6 +508,18 @@ def test_a_failure_is_logged_once(reason: str, tmp_path: Path, monkeypatch: Any,
     assert found[0].startswith(f"CPU kernels are not used: {reason}")
 
 
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_a_library_of_another_user_is_named(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    kept = kept_library(monkeypatch)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    kept.chmod(0o777)
+    [found] = messages(caplog)
+    assert (
+        "no C++ compiler was found (/nonexistent; set CXX to use another one), and other users can write to" in found
+    )
+    assert str(kept) in found
+
+
 def kept_library(patch: pytest.MonkeyPatch) -> Path:
     """A whole library in the cache that this process has not mapped to memory."""
     library.load_library()

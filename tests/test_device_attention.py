@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_specdec.cpu.library import VARIABLE
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification import device_attention
 from hf_specdec.verification.device_attention import (
@@ -292,6 +293,9 @@ def test_a_correct_kernel_is_used_and_a_wrong_one_is_not(
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
     assert kernel_error(CPU, torch.float32, 16, 24, kind) < 1e-5
     assert needs_no_masks(memory, [kind])
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, "none")
+        assert not needs_no_masks(memory, [kind])
     double = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16).double(),) * 2, 1, is_persistent=True)]
     with caplog.at_level(logging.INFO):
         assert not needs_no_masks(double, [kind])

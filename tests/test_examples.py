@@ -365,6 +365,13 @@ def test_a_chat_page_streams_the_steps_of_two_turns(saved: Path) -> None:
     assert page.plain_text({"role": "user", "content": [{"type": "text", "text": "<b>"}]}) == "<b>"
 
 
+def test_a_chat_page_says_why_an_answer_failed(saved: Path) -> None:
+    page, tokenizer = script("chat_page", EXAMPLES), AutoTokenizer.from_pretrained(saved)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        list(page.stream_html(model, tokenizer, [{"role": "user", "content": "w05"}], max_new_tokens=-1))
+
+
 def test_a_chat_page_whose_reader_stops_generates_no_longer(saved: Path) -> None:
     page, tokenizer = script("chat_page", EXAMPLES), AutoTokenizer.from_pretrained(saved)
     model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))

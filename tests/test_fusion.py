@@ -145,6 +145,7 @@ def test_answers_with_fused_operations_are_plain_ones(rows: int) -> None:
 REASONS: dict[str, tuple[str, Any]] = {
     "none of its small operations can be fused": ("gpt2", None),
     "Triton is not installed": ("llama", (programs, "can_fuse", lambda _device: False)),
+    "because HF_SPECDEC_KERNELS is 'none'": ("llama", (programs, "are_switched_off", lambda: True)),
     "it differs from the model's own forward by": (
         "llama", (fused, "find_norm", lambda *given: (norm := patterns.find_norm(*given)) and norm._replace(eps=9.0))),
     "a layer attends to keys that it has not appended": ("deepseek_v3", None),

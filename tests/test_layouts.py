@@ -211,6 +211,7 @@ def test_written_for_others_and_read_again(name: str, format: str, tmp_path: Pat
         assert torch.equal(one, two)
     # and by the reference of that layout, which knows nothing of ours
     files = list((tmp_path / "out").glob("*.safetensors"))
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {files[0].stat().st_mode}
     copy = Example(
         again.layout, json.loads((tmp_path / "out" / "config.json").read_text()), load_file(files[0]), example.draft
     )

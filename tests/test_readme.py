@@ -8,6 +8,7 @@ import pydoc
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from drafters import noisy, pard_assistant, random_head, random_heads
 from hf_specdec import DrafterMismatchError, SpeculativeGenerationMixin, cli
 from hf_specdec.drafters import registry
 from hf_specdec.generation.decode import decode
+from zoo import chat_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -195,6 +197,26 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
     exec(code_block(page, "## A method by name"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
+
+
+def test_the_stream_of_a_server(llama: Any) -> None:
+    """Its text is plain `generate()`'s; an error reaches its reader; a reader who stops ends the call."""
+    tokenizer = chat_tokenizer()
+    scope: dict[str, Any] = {"model": llama, "tokenizer": tokenizer, "threading": threading, "torch": torch}
+    scope["lock"] = threading.Lock()
+    exec(code_block((ROOT / "docs" / "servers.md").read_text(), "<!-- stream -->"), scope)
+    asked = [{"role": "user", "content": "w05 w06 w07"}]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    plain = llama.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    answer = "".join(scope["stream"](asked, 40))
+    assert answer == tokenizer.decode(plain, skip_special_tokens=True)
+    assert answer
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        list(scope["stream"](asked, -1))
+    stream = scope["stream"](asked, 10**6)
+    next(stream)
+    stream.close()
+    assert scope["lock"].acquire(timeout=20), "the call goes on without a reader"
 
 
 def test_every_method_has_a_section() -> None:

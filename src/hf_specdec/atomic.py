@@ -114,8 +114,9 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
     """Move files into a directory such that an interruption never leaves a loadable mixture of old and new files.
 
     `source`, on the same disk, holds the finished files. Nothing can be loaded without `first`, such as `config.json`,
-    which is moved away first and written last. Old files that match a glob pattern of `stale` would be read together
-    with the new ones: those that are not replaced are deleted. All others stay.
+    which is moved away first and written last; all get its permissions (safetensors' files are private). Old files
+    that match a glob pattern of `stale` would be read together with the new ones: those that are not replaced are
+    deleted. All others stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder, f".{first}.")
@@ -129,6 +130,7 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
                 path.unlink()
     for name in sorted(new, key=lambda name: name == Path(first)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).chmod((source / first).stat().st_mode)
         (source / name).replace(folder / name)
     backup.unlink(missing_ok=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -179,7 +179,10 @@ class Diagnosis:
         return self.forward_seconds[1] / self.compiled_seconds[1] if self.compiled_seconds else 1.0
 
 
-def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64) -> Diagnosis:
+def diagnose(
+    model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64,
+    tell: Callable[[str], object] = lambda _line: None,
+) -> Diagnosis:  # fmt: skip
     """Check what a model can verify, time its verify forward, and measure methods on three questions.
 
     Args:
@@ -187,9 +190,12 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
         tokenizer: Its tokenizer.
         methods: Method names, as for `measure`; plain decoding is always measured.
         max_new_tokens: Length limit of each answer.
+        tell: Called with a line about each answer.
     """
-    facts = current_facts(model)
-    rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
+    facts, rows = current_facts(model), list[Measurement]()
+    for row in measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens):
+        rows.append(row)
+        tell(f"{row.category}, {row.method}: {row.tokens_per_second:.1f} tokens/s")
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
     eager = costs.time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(

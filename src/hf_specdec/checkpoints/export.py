@@ -180,4 +180,5 @@ def _write(head: Head, folder: Path, format: str) -> None:
     if format == "medusa":  # Medusa's own loaders read only .pt files
         torch.save(tensors, folder / "medusa_lm_head.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / layout.file_name).chmod((folder / "config.json").stat().st_mode)  # safetensors' files are private
     (folder / CARD_NAME).write_text(export_card(head.config, format, layout.readers(head)))

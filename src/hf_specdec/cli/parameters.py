@@ -97,6 +97,10 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Conversations per process a
 LearningRate = Annotated[float, typer.Option(callback=positive, help="Peak learning rate.")]
 
 
+OBJECT = "JSON|FILE"
+"""How the help names the value of an option that takes a JSON object."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Options of all `train` commands; each command adds its own in a subclass."""
@@ -107,8 +111,8 @@ class TrainOptions:
     base_model_name: Annotated[
         str | None, typer.Option(metavar="ID", help="Hub id of the target to store in the head, if --model is a path.")
     ] = None
-    recipe: Path | None = None
-    head_fields: Path | None = None
+    recipe: str | None = None
+    head_fields: str | None = None
     initial_head: Annotated[
         str | None, typer.Option(metavar="HEAD", help="Path or Hub id of a head to continue training.")
     ] = None
@@ -144,8 +148,12 @@ class TrainOptions:
     ] = None
     seed: Seed = 0
     more: Annotated[
-        Path | None,
-        typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
+        str | None,
+        typer.Option(
+            "--arguments",
+            metavar=OBJECT,
+            help="JSON object, or a file with one, of more transformers TrainingArguments (bf16, fsdp, ...).",
+        ),
     ] = None
     dtype: TrainingPrecision = "bfloat16"
     round_activations: RoundActivations = False
@@ -291,15 +299,15 @@ def check_writable_directory(path: Path | None, option: str) -> None:
 OBJECT_EXAMPLES = {
     "--arguments": '{"bf16": true}', "--recipe": '{"answer_tokens": 64}', "--head-fields": '{"num_draft_tokens": 8}',
 }  # fmt: skip
-"""A valid object for each option that takes a JSON file; the fields are those of every kind of head."""
+"""A valid object for each option that takes one; the fields are those of every kind of head."""
 
 
-def read_object_option(path: Path | None, option: str) -> dict[str, Any]:
-    """Read a JSON object from the file given for an option; {} if none is given."""
-    if path is None:
+def read_object_option(value: str | None, option: str) -> dict[str, Any]:
+    """Return the JSON object given for an option, or that in the file given; {} if none is given."""
+    if value is None:
         return {}
     try:
-        return records.read_json(path)
+        return records.record_of(value, "it") if value.startswith("{") else records.read_json(Path(value))
     except InvalidConfigError as error:
         reason = str(error).removesuffix(" Expected a JSON object.")
         raise InvalidConfigError(

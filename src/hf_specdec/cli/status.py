@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -13,8 +13,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
-def working(text: str, *, shown: bool = True) -> Iterator[None]:
+def working(text: str, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Show what is being done while the block runs; if stderr is not a terminal, the line is printed once.
+
+    Yields a function that prints a line of what was found so far.
 
     With `shown=False` no line is printed; a terminal still shows the spinner, which is erased at the end. Under a
     launcher such as `accelerate launch`, only the first process shows anything.
@@ -24,12 +26,12 @@ def working(text: str, *, shown: bool = True) -> Iterator[None]:
     if not is_first or not console.is_terminal:  # even a disabled `Progress` prints empty lines in rich 13
         if shown and is_first:
             typer.echo(f"{text} ...", err=True)
-        yield
+        yield lambda found: typer.echo(found, err=True) if shown and is_first else None
         return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as line:
         line.add_task(text, total=None)
-        yield
+        yield lambda found: line.console.print(found, markup=False, highlight=False) if shown else None
 
 
 @contextmanager

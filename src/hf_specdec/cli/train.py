@@ -6,13 +6,13 @@ All options are checked before the target model is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_specdec.cli.help import Command, Group, epilog_of
 from hf_specdec.cli.parameters import (
+    OBJECT,
     BatchSize,
     Json,
     LearningRate,
@@ -119,11 +119,11 @@ def distill_data(
 
 
 def _head_fields(examples: str) -> Any:
-    return typer.Option(help=f"JSON file with more fields of the head's config ({examples}, ...).")
+    return typer.Option(metavar=OBJECT, help=f"More fields of the head's config ({examples}, ...).")
 
 
 def _recipe(examples: str) -> Any:
-    return typer.Option(help=f"JSON file with fields of the training recipe ({examples}).")
+    return typer.Option(metavar=OBJECT, help=f"Fields of the training recipe ({examples}).")
 
 
 RandomStart = Annotated[
@@ -143,8 +143,8 @@ class MedusaOptions(TrainOptions):
     joint: Annotated[
         bool, typer.Option("--joint", help="Medusa-2: also train an adapter of the target and merge it.")
     ] = False
-    recipe: Annotated[Path | None, _recipe("head_decay, soft_labels, answer_tokens")] = None
-    head_fields: Annotated[Path | None, _head_fields("num_draft_tokens, tree")] = None
+    recipe: Annotated[str | None, _recipe("head_decay, soft_labels, answer_tokens")] = None
+    head_fields: Annotated[str | None, _head_fields("num_draft_tokens, tree")] = None
     learning_rate: LearningRate = 1e-3
 
 
@@ -203,8 +203,8 @@ class EagleOptions(TrainOptions):
             "that support EAGLE-3.1 can load the head.",
         ),
     ] = None
-    recipe: Annotated[Path | None, _recipe("step_decay, soft_tokens, noise, ...")] = None
-    head_fields: Annotated[Path | None, _head_fields("intermediate_size, num_steps, top_k")] = None
+    recipe: Annotated[str | None, _recipe("step_decay, soft_tokens, noise, ...")] = None
+    head_fields: Annotated[str | None, _head_fields("intermediate_size, num_steps, top_k")] = None
 
 
 @expanded
@@ -239,8 +239,8 @@ class BlockOptions(TrainOptions):
     ] = None
     anchors: Annotated[int | None, typer.Option(min=1, help="Blocks per conversation and step. Default: 64.")] = None
     random_start: RandomStart = False
-    recipe: Annotated[Path | None, _recipe("slot_decay, text_weight, soft_weight, ...")] = None
-    head_fields: Annotated[Path | None, _head_fields("intermediate_size, own_lm_head, all_children")] = None
+    recipe: Annotated[str | None, _recipe("slot_decay, text_weight, soft_weight, ...")] = None
+    head_fields: Annotated[str | None, _head_fields("intermediate_size, own_lm_head, all_children")] = None
     batch_size: BatchSize = 4
     learning_rate: LearningRate = 6e-4
 

@@ -46,7 +46,7 @@ from hf_specdec.errors import InvalidConfigError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECDEC_KERNELS"
-"""Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
+"""Environment variable: the best instruction set to use, by name, or `none` for no kernels, those of GPUs included."""
 HEADERS = "attention.h", "blocks.h", "packed.h", "products.h", "recurrence.h", "search.h", "steps.h", "vectors.h"
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", *HEADERS))
 """The file to compile, and those that it includes."""
@@ -176,6 +176,11 @@ def _processor(instructions: InstructionSet) -> str:
     except OSError:
         models = {_sysctl("machdep.cpu.brand_string") or platform.processor()}
     return _hash([instructions.name, *sorted(models), *sorted(processor_features())])
+
+
+def are_switched_off() -> bool:
+    """Whether the environment variable says that no kernels are used."""
+    return os.environ.get(VARIABLE, "").strip() == "none"
 
 
 def choose_instruction_set(features: frozenset[str], machine: str, most: str) -> InstructionSet:
@@ -359,12 +364,15 @@ def library_path(instructions: InstructionSet, compiler: list[str], directory: P
         program, status = os.path.realpath(compiler[0]), os.stat(compiler[0])
         command = [*compiler, *OPTIONS, *instructions.options]
         return directory / f"{prefix}-{_hash([*command, program, f'{status.st_size} {status.st_mtime_ns}'])}.so"
+    unusable = ""
     for found in sorted(directory.glob(f"{prefix}-*.so"), key=lambda path: path.lstat().st_mtime, reverse=True):
-        with contextlib.suppress(OSError):
+        try:
             _check_file(found)
             return found
+        except OSError as error:
+            unusable = f", and {error}"
     wanted = os.environ.get("CXX") or "g++ or clang++"
-    raise NoKernelsError(f"{NO_COMPILER} ({wanted}; set CXX to use another one)")
+    raise NoKernelsError(f"{NO_COMPILER} ({wanted}; set CXX to use another one){unusable}")
 
 
 def _check_private(path: Path) -> os.stat_result:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.cpu.library import are_switched_off
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import LayerKind, MaskLayout, restricted
 from hf_specdec.verification.memory import KeyValueBuffer
@@ -260,7 +261,7 @@ def needs_no_masks(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]
 
     Each kind is tried once per device, dtype and head sizes, see `is_correct`.
     """
-    return all(
+    return not are_switched_off() and all(
         calls_kernel_directly(buffer.keys.device)
         and buffer.keys.dtype == buffer.values.dtype
         and not torch.is_autocast_enabled(buffer.keys.device.type)

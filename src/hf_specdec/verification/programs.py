@@ -22,7 +22,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none, loads_at_once
+from hf_specdec.cpu.library import (
+    VARIABLE,
+    NoKernelsError,
+    are_switched_off,
+    load_library,
+    load_or_none,
+    loads_at_once,
+)
 from hf_specdec.cpu.operations import (
     DTYPES,
     PRODUCT_TOLERANCE,
@@ -136,8 +143,9 @@ def make_program(
     """
     device = inputs[0].device
     on_cpu = device.type == "cpu"
-    if mode == "cuda_graph" and not can_fuse(device):
-        raise CaptureError("its small operations cannot be fused, because Triton is not installed")
+    if mode == "cuda_graph" and (are_switched_off() or not can_fuse(device)):
+        reason = f"{VARIABLE} is 'none'" if are_switched_off() else "Triton is not installed"
+        raise CaptureError(f"its small operations cannot be fused, because {reason}")
     if mode == "kernels":
         if not on_cpu:
             raise CaptureError(f"the CPU kernels cannot run on {device}")
