@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 1214, "checkpoints": 3289, "cli": 2610, "control": 1155, "cpu": 1950,
+    "acceptance": 1030, "bench": 1214, "checkpoints": 3289, "cli": 2610, "control": 1170, "cpu": 1950,
     "drafters": 6714, "fusion": 761, "generation": 3671, "heads": 3132, "reporting": 375, "training": 4272,
     "trees": 683, "verification": 6752, "viz": 996,
 }  # fmt: skip

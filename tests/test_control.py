@@ -343,6 +343,20 @@ def test_a_time_on_a_device_ends_when_the_device_has_finished(monkeypatch: pytes
     assert found == pytest.approx({1: 0.101, 4: 0.401, 16: 1.601})
 
 
+def test_a_size_that_takes_long_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the round that warms up; the others are timed in the rounds after it."""
+    clock, sizes = [0.0], list[int]()
+
+    def forward(size: int) -> None:
+        sizes.append(size)
+        clock[0] += size / 10 + (0.05 if len(sizes) <= 3 else 0.0)  # the first round is slower
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    found = costs._seconds_by_size(forward, [1, 4, 16], torch.device("cpu"), rounds=2, pick=min, enough=1.0)
+    assert found == pytest.approx({1: 0.1, 4: 0.4, 16: 1.65})
+    assert sizes == [1, 4, 16, 1, 4, 1, 4]
+
+
 def run_arms(arms: Arms, drafting: float, steps: int, plain: float = 1.0) -> list[str]:
     """The arms of so many steps, if drafting takes `drafting` seconds per token and a plain step `plain`."""
     seen = []

@@ -43,6 +43,9 @@ MIN_TRIAL_WIDTH, CHEAP_TREES = 8, 1.5
 neither their cost nor their source is known. Unlimited if the widest step is expected to take less than the second
 number of plain steps."""
 
+LONG_FORWARD = 0.2
+"""Seconds of a forward that `warmup()` times once only."""
+
 FIRST_STEPS = 3
 """Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
 slower, others up to half."""
@@ -72,7 +75,8 @@ slower than the best one is tried every 30 steps, one that takes twice as long e
 @torch.no_grad()
 def time_forwards(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
-    rounds: int = 5, pick: Callable[[Sequence[float]], float] = statistics.median, runner: Runner | None = None,
+    rounds: int = 5, pick: Callable[[Sequence[float]], float] = statistics.median, enough: float = inf,
+    runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a verify forward by the number of nodes of its tree.
 
@@ -85,6 +89,7 @@ def time_forwards(
         context: Committed tokens before the tree, at least 1.
         rows: Batch size.
         rounds, pick: Timed forwards per size, after one warm-up, and what reduces their times to one number.
+        enough: A size whose warm-up takes longer, in seconds, is not timed again.
         runner: Compiled or captured forward; None: the model's own.
     """
     facts = facts or inspect_target(model)
@@ -101,8 +106,9 @@ def time_forwards(
         parents = (nodes - 1).div(2, rounding_mode="floor") if facts.supports_trees else nodes - 1
         trees[size] = TokenTree(ids[:, context : context + size], parents)
     return _seconds_by_size(
-        lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
-    )
+        lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick,
+        enough=enough,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -120,22 +126,27 @@ def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> flo
 def _seconds_by_size(
     forward: Callable[[int], object], sizes: Sequence[int], device: torch.device,
     undo: Callable[[int], None] = lambda _size: None, *, rounds: int = 5,
-    pick: Callable[[Sequence[float]], float] = statistics.median,
+    pick: Callable[[Sequence[float]], float] = statistics.median, enough: float = inf,
 ) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a call by size. Each round times every size once, so that other load affects all of them.
 
-    `undo` restores the state after each call, untimed. One warm-up round comes first.
+    `undo` restores the state after each call, untimed. One warm-up round comes first, which counts for those sizes
+    that take longer than `enough` in it.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
+    left = list(sizes)
     for turn in range(rounds + 1):
-        for size in sizes:
+        for size in left.copy():
             begin = time.perf_counter()
             forward(size)
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)
-            if turn:
-                taken[size].append(time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
             undo(size)
+            if turn or seconds > enough:
+                taken[size].append(seconds)
+            if not turn and seconds > enough:
+                left.remove(size)
     return {size: pick(seconds) for size, seconds in taken.items()}
 
 
@@ -191,12 +202,12 @@ class StepCosts:
     ) -> StepCosts:  # fmt: skip
         """Time the verify forward at a few widths (see `time_forwards`) and create the costs from it.
 
-        At most 512 tokens of `context` are used, because real steps correct longer contexts.
+        At most 128 tokens of `context` are used, because real steps correct longer contexts.
         """
         widths, begin = _widths(widest, rows, runner), time.perf_counter()
-        # the fastest of few, because noise only makes a forward slower
+        # the fastest of few, because noise only makes a forward slower; in a long one it is a small part
         seconds = time_forwards(
-            model, widths, max(1, min(context, 512)), facts, rows=rows, rounds=3, pick=min, runner=runner
+            model, widths, min(context, 128), facts, rows=rows, rounds=2, pick=min, enough=LONG_FORWARD, runner=runner
         )
         measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
