@@ -202,12 +202,13 @@ class StepCosts:
     ) -> StepCosts:  # fmt: skip
         """Time the verify forward at a few widths (see `time_forwards`) and create the costs from it.
 
-        At most 128 tokens of `context` are used, because real steps correct longer contexts.
+        At most 512 tokens of `context` are used, 128 on a CPU, because real steps correct longer contexts.
         """
         widths, begin = _widths(widest, rows, runner), time.perf_counter()
+        context = min(context, 128 if execution_device(model).type == "cpu" else 512)  # a capture is of this length
         # the fastest of few, because noise only makes a forward slower; in a long one it is a small part
         seconds = time_forwards(
-            model, widths, min(context, 128), facts, rows=rows, rounds=2, pick=min, enough=LONG_FORWARD, runner=runner
+            model, widths, context, facts, rows=rows, rounds=2, pick=min, enough=LONG_FORWARD, runner=runner
         )
         measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
