@@ -37,8 +37,9 @@ the tests.
 `make test PYTHON=python3.12 VENV=.venv-3.12` uses another one. transformers {supported} is supported;
 [every model](models.md) was tested in {walked}. Newer versions can be installed, too. The file
 `transformers_private.py` has every private name of transformers that this package uses, and the probe of `attach`
-compares drafts with plain decoding, so a version that does not fit usually ends in an error there; a change that shows in long texts only would
-not be found. In production, pin the versions with which everything was tested:
+compares drafts with plain decoding, so a version that does not fit usually ends in an
+error there; a change that shows in long texts only would not be found. In production, pin the versions with which
+everything was tested:
 
 ```bash
 pip install 'hf-specdec @ git+https://github.com/hf-specdec/hf-specdec@COMMIT' transformers=={pinned} torch=={torch}
