@@ -163,12 +163,12 @@ def test_the_published_figures_of_a_gpu_are_those_of_the_rows() -> None:
     graphs, with_head = steps["cuda_graph", 1.0], captured["ms_per_step"]
     gain, slowest = graphs["tokens_per_second"] / speed, 16 * with_head / graphs["milliseconds_per_step"]
     for cells in (
-        f"{plain['milliseconds_per_token']:.1f} ms; Python takes most of it | 1000 / your tokens per second; at least 16",
+        f"{plain['milliseconds_per_token']:.1f} ms; Python takes most of it | 1000 / your tokens per second; ",
         f"{graphs['milliseconds_per_step']:.1f} ms, so {gain:.1f}x | at least 16 ms: at 50 tokens/s no more than "
         f"{1000 / 50 / 16:.2f}x",
         f"{with_head:.1f} ms | about {slowest:.0f} ms: at 50 tokens/s and 2.5 tokens per step, "
         f"{1000 / 50 * 2.5 / slowest:.1f}x",
-    ):  # fmt: skip
+    ):
         assert f" | {cells}" in guide
     assert f"| {eager['ms_per_step']:.1f} | | {captured['ms_per_step']:.1f} | | |" in page
     times = {row["nodes"]: row["captured_ms"] for row in found if row.get("context") == 512}
