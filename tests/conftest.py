@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification import probe
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+MANY = 4
+"""Cases of a test function of which the core has all."""
 SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle3"
 
 
@@ -119,8 +123,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="0/1", help="i/n: every n-th test, from the i-th on")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest tests, minutes in processes of their own, begin first: at the end nobody waits for one of them."""
+    """Mark most cases of a matrix as slow; the longest tests begin first, so that nobody waits for one at the end.
+
+    Of a function with more than `MANY` cases the core has a quarter, at least two, chosen by a hash of their names.
+    """
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for matrix in cases.values():
+        if len(matrix) > MANY:
+            matrix.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            for item in matrix[max(2, len(matrix) // 4) :]:
+                item.add_marker(pytest.mark.slow)
     first, step = map(int, config.getoption("--shard").split("/"))
     items[:] = items[first::step]
     items.sort(key=lambda item: "test_simulated_device" not in item.nodeid)
