@@ -421,3 +421,25 @@ def test_another_adapter_is_another_model(model: Any) -> None:
             found.append(Fingerprint.of(model))
             delattr(layer, name)
         assert found[0].differences(found[1]) == ["modes"]
+
+
+def test_hooks_of_other_calls_come_and_go_meanwhile() -> None:
+    """As in a server: one thread begins a call while a drafter's taps in others are added and removed."""
+    model, is_over = copy.deepcopy(zoo.build("llama")), threading.Event()
+
+    def tapped() -> None:
+        while not is_over.is_set():
+            handles = [layer.register_forward_hook(print) for layer in model.model.layers for _ in range(3)]
+            for handle in handles:
+                handle.remove()
+
+    other, interval = threading.Thread(target=tapped), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other.start()
+    try:
+        for _ in range(500):
+            Fingerprint.of(model)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        other.join()

@@ -214,6 +214,10 @@ def test_the_race_with_avx2() -> None:
             told.replace(" on ", " times on ").replace("times on coding", "times llama.cpp's speed on coding")
             in laptop
         )
+    pairs = zip(runs["gguf-rounded", "plain"]["rows"], runs["llama.cpp", "plain"]["rows"], strict=True)
+    different = [own["ids"] != other["ids"] for own, other in pairs]
+    choosing = (ROOT / "docs" / "choosing.md").read_text()
+    assert f"changed {sum(different)} of {len(different)} greedy answers somewhere with AVX2" in choosing
     changed = zip(runs["gguf-rounded", "auto"]["rows"], runs["gguf-rounded", "plain"]["rows"], strict=True)
     assert all(row["ids"] == plain["ids"] for row, plain in changed)
 
@@ -296,6 +300,7 @@ def test_the_sentences_about_limits_agree_with_the_rows() -> None:
 def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
     race = "; ".join(f"{first_page.LANES[lane]}: {run['seconds']:.1f} s" for lane, run in RACE["runs"].items())
     small, large = first_page.rows_of(RESULTS)["mean"], first_page.laptop_means(LAPTOP)
+    assert f"| {' | '.join(f'{large[key]:.2f}x' for key in first_page.LAPTOP)} |" in PAGE
     most = [max(large[key] for key in first_page.LAPTOP), max(small[method][0] for method in first_page.CHART)]
     told = "1.5B in 4 bits up to {:.2f}x, 135M up to {:.2f}x".format(*most)
     assert f'alt="{race}"' in README

@@ -102,9 +102,7 @@ def gguf_config(path: Path) -> Any:
 
 def _loading(path: str | Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise CheckpointFormatError(
-            "Reading GGUF files needs the package gguf.", "Run: pip install gguf"
-        )
+        raise CheckpointFormatError("Reading GGUF files needs the package gguf.", "Run: pip install gguf")
     return translated(CheckpointFormatError, f"The model {str(path)!r} cannot be loaded", OTHER_FORMAT)
 
 

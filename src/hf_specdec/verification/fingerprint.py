@@ -73,8 +73,9 @@ class Fingerprint:
                     forward = id(attributes["forward"])
                 forwards.append((len(modules), forward))
             for registered in (module._forward_hooks, module._forward_pre_hooks):
-                if registered:
-                    hooks += [(len(modules), number) for number, hook in registered.items() if not _is_harmless(hook)]
+                if registered:  # as a list: a call in another thread may add or remove its own
+                    found = [*registered.items()]
+                    hooks += [(len(modules), number) for number, hook in found if not _is_harmless(hook)]
             flags = [attributes.get(flag, False) for flag in FLAGS]
             modes.append(tuple([value if isinstance(value, bool | str) else str(value) for value in flags]))
             weights.append(tuple([(type(p), p.dtype, p.device) for p in module._parameters.values() if p is not None]))
