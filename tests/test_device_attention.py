@@ -265,7 +265,7 @@ def test_kernels_that_split_keys_at_fixed_places_give_the_same_bits(
         queries = query[:, :, length : length + 8]
         return attend_in_parts(queries, key[:, :, :slots], value[:, :, :slots], visible, 0.25, 0.0, None, 12)[0]
 
-    for length in (9, 60, 123, 250):
+    for length in (9, 60, 123, 250, 387):
         found = attend(chain, length, 400, fixed=True)
         others = attend(chain, length, 400, fixed=False)
         for node in range(8):

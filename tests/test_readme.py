@@ -89,10 +89,10 @@ def test_the_guides_run(page: str, small_model_path: Path) -> None:
     for code in blocks:
         exec(code, scope)
     if page == "servers":
-        text, statistics = scope["answer"](messages, 24)
+        text, tokens_per_second = scope["answer"](messages, 24)
         plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert text == tokenizer.decode(plain, skip_special_tokens=True)
-        assert statistics["num_generated_tokens"] == len(plain)
+        assert tokens_per_second > 0
 
 
 def test_the_commands_of_the_tutorial_exist() -> None:
