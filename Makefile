@@ -1,5 +1,5 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
-# make test   the core tests, in 3 to 5 minutes       make check   these, lint and types
+# make test   the core tests, in about 5 minutes       make check   these, lint and types
 # make check-all    the tests that take long as well; CI runs it
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md

@@ -45,9 +45,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1030, "bench": 1214, "checkpoints": 3289, "cli": 2610, "control": 1170, "cpu": 1950,
+    "acceptance": 1030, "bench": 1214, "checkpoints": 3289, "cli": 2610, "control": 1170, "cpu": 1951,
     "drafters": 6714, "fusion": 761, "generation": 3671, "heads": 3132, "reporting": 375, "training": 4272,
-    "trees": 683, "verification": 6753, "viz": 996,
+    "trees": 683, "verification": 6751, "viz": 996,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1427

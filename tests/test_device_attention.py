@@ -293,9 +293,12 @@ def test_a_correct_kernel_is_used_and_a_wrong_one_is_not(
     memory = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16), draw(1, 2, 1, 24)), 1, is_persistent=True)]
     assert kernel_error(CPU, torch.float32, 16, 24, kind) < 1e-5
     assert needs_no_masks(memory, [kind])
-    with monkeypatch.context() as patch:
+    device_attention._works.cache_clear()
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setenv(VARIABLE, "none")
         assert not needs_no_masks(memory, [kind])
+    assert f"{VARIABLE} is 'none'" in caplog.text
+    device_attention._works.cache_clear()
     double = [KeyValueBuffer(1, 8, (draw(1, 2, 1, 16).double(),) * 2, 1, is_persistent=True)]
     with caplog.at_level(logging.INFO):
         assert not needs_no_masks(double, [kind])

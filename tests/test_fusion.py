@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 import drafters
 from fusing import attached, fusing, runners_of, verified
+from hf_specdec.cpu.library import VARIABLE
 from hf_specdec.fusion import fused, patterns
 from hf_specdec.fusion.fused import FUSING_DEVICES, PRODUCT_ROWS, PRODUCT_TILES, can_fuse
 from hf_specdec.heads.stages import captured_stages, stages_of
@@ -142,10 +143,11 @@ def test_answers_with_fused_operations_are_plain_ones(rows: int) -> None:
         assert len(found) == 1
 
 
+SWITCHED_OFF = {**os.environ, VARIABLE: "none"}
 REASONS: dict[str, tuple[str, Any]] = {
     "none of its small operations can be fused": ("gpt2", None),
     "Triton is not installed": ("llama", (programs, "can_fuse", lambda _device: False)),
-    "because HF_SPECDEC_KERNELS is 'none'": ("llama", (programs, "are_switched_off", lambda: True)),
+    "the Triton kernels cannot be used: HF_SPECDEC_KERNELS is 'none'": ("llama", (os, "environ", SWITCHED_OFF)),
     "it differs from the model's own forward by": (
         "llama", (fused, "find_norm", lambda *given: (norm := patterns.find_norm(*given)) and norm._replace(eps=9.0))),
     "a layer attends to keys that it has not appended": ("deepseek_v3", None),
@@ -267,7 +269,7 @@ def test_triton_kernels_are_their_references() -> None:
 
 
 COMPILES = """
-import sys, warnings
+import re, sys, warnings
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -306,8 +308,10 @@ for capability, dtype in ((80, "fp16"), (89, "bf16"), (90, "bf16")):
             launch = {name: value for name, value in given.items() if name.islower()} or kernels.EXACT_STEPS
             made = triton.compile(source, GPUTarget("cuda", capability, 32), launch)
             assert made.asm["cubin"]
-            if kernel is kernels._rotary_kernel and capability != 89:  # there a sum in bfloat16 is x * 1 + y
-                assert "fma.rn" not in made.asm["ptx"]
+            if kernel is kernels._rotary_kernel:  # a bfloat16 product may be x * y - 0, a sum x * 1 + y or x * -1 + y
+                units = set(re.findall(r"mov\\.b16 \\s*(%rs\\d+), 0x(?:8000|3F80|BF80);", made.asm["ptx"]))
+                fused = re.findall(r"fma\\.rn\\S* \\s*(.*);", made.asm["ptx"])
+                assert all(units & set(line.split(", ")[1:]) for line in fused)
             if kernel is kernels._product_kernel:
                 assert "cp.async.cg.shared.global" in made.asm["ptx"], "16 bytes at a time"
                 # on 8.9 (99 KB) a launch of the largest fails, and another tile is taken

@@ -270,8 +270,9 @@ def test_the_sentences_about_limits_agree_with_the_rows() -> None:
     parted = {method: count - row["ids_equal"] for method, row in overall.items()}
     text = LIMITS
     drafting = [number for method, number in parted.items() if method.startswith("auto")]
-    assert f"{min(drafting)} to {max(drafting)} of these {count} answers differ from plain" in text
-    assert f"as {parted['transformers_prompt_lookup']} of {count} do with transformers' own lookup" in text
+    assert f"answers to [{count} questions]" in text
+    assert f"{min(drafting)} to {max(drafting)} differ from plain `generate()`'s; " in text
+    assert f"; {parted['transformers_prompt_lookup']} with transformers' own lookup" in text
     worst = {method: f"{cell[0]:.2f}x" for method, cell in rows["worst"].items()}
     slower = {method: sum(of_question[question, method].tokens_per_second < plain.tokens_per_second
                           for (question, name), plain in of_question.items() if name == "plain")

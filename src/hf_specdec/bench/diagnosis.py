@@ -181,7 +181,7 @@ class Diagnosis:
 
 def diagnose(
     model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64,
-    tell: Callable[[str], object] = lambda _line: None,
+    report: Callable[[str], object] = lambda _line: None,
 ) -> Diagnosis:  # fmt: skip
     """Check what a model can verify, time its verify forward, and measure methods on three questions.
 
@@ -190,12 +190,12 @@ def diagnose(
         tokenizer: Its tokenizer.
         methods: Method names, as for `measure`; plain decoding is always measured.
         max_new_tokens: Length limit of each answer.
-        tell: Called with a line about each answer.
+        report: Called with a line about the speed of each answer.
     """
     facts, rows = current_facts(model), list[Measurement]()
     for row in measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens):
         rows.append(row)
-        tell(f"{row.category}, {row.method}: {row.tokens_per_second:.1f} tokens/s")
+        report(f"{row.category}, {row.method}: {row.tokens_per_second:.1f} tokens/s")
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
     eager = costs.time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(

@@ -105,8 +105,8 @@ def doctor(
     with working("Loading the model", shown=not as_json):
         lm, tokenizer = load_model(model, head, dtype, round_activations=round_activations)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
-    with working("Timing methods on three prompts and forwards: a minute for a 0.5B", shown=not as_json) as tell:
-        found = diagnosis.diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens, tell=tell)
+    with working("Timing methods on three prompts and forwards: a minute for a 0.5B", shown=not as_json) as report:
+        found = diagnosis.diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens, report=report)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm), "head": source}))
         return

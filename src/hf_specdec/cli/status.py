@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 def working(text: str, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Show what is being done while the block runs; if stderr is not a terminal, the line is printed once.
 
-    Yields a function that prints a line of what was found so far.
+    Yields a function that prints a further line, unless `shown` is False.
 
     With `shown=False` no line is printed; a terminal still shows the spinner, which is erased at the end. Under a
     launcher such as `accelerate launch`, only the first process shows anything.

@@ -178,9 +178,10 @@ def _processor(instructions: InstructionSet) -> str:
     return _hash([instructions.name, *sorted(models), *sorted(processor_features())])
 
 
-def are_switched_off() -> bool:
-    """Whether the environment variable says that no kernels are used."""
-    return os.environ.get(VARIABLE, "").strip() == "none"
+def check_switch() -> None:
+    """Raise `NoKernelsError` if the environment variable switches all kernels off."""
+    if os.environ.get(VARIABLE, "").strip() == "none":
+        raise NoKernelsError(f"{VARIABLE} is 'none'")
 
 
 def choose_instruction_set(features: frozenset[str], machine: str, most: str) -> InstructionSet:

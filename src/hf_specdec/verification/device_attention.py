@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.cpu.library import are_switched_off
+from hf_specdec.cpu.library import check_switch
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.masks import LayerKind, MaskLayout, restricted
 from hf_specdec.verification.memory import KeyValueBuffer
@@ -261,7 +261,7 @@ def needs_no_masks(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]
 
     Each kind is tried once per device, dtype and head sizes, see `is_correct`.
     """
-    return not are_switched_off() and all(
+    return all(
         calls_kernel_directly(buffer.keys.device)
         and buffer.keys.dtype == buffer.values.dtype
         and not torch.is_autocast_enabled(buffer.keys.device.type)
@@ -273,7 +273,10 @@ def needs_no_masks(buffers: Sequence[KeyValueBuffer], kinds: Iterable[LayerKind]
 
 @functools.cache
 def _works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, kind: LayerKind) -> bool:
-    trial = functools.partial(kernel_error, device, dtype, key_dim, value_dim, kind)
+    def trial() -> float:
+        check_switch()
+        return kernel_error(device, dtype, key_dim, value_dim, kind)
+
     sizes = f"dtype {dtype} and head sizes {key_dim} and {value_dim} on {device}"
     return is_correct("the Triton kernel", trial, dtype, f"Graphs attend with masks in {kind} layers, for {sizes}")
 

@@ -22,14 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.library import (
-    VARIABLE,
-    NoKernelsError,
-    are_switched_off,
-    load_library,
-    load_or_none,
-    loads_at_once,
-)
+from hf_specdec.cpu.library import NoKernelsError, check_switch, load_library, load_or_none, loads_at_once
 from hf_specdec.cpu.operations import (
     DTYPES,
     PRODUCT_TOLERANCE,
@@ -143,16 +136,18 @@ def make_program(
     """
     device = inputs[0].device
     on_cpu = device.type == "cpu"
-    if mode == "cuda_graph" and (are_switched_off() or not can_fuse(device)):
-        reason = f"{VARIABLE} is 'none'" if are_switched_off() else "Triton is not installed"
-        raise CaptureError(f"its small operations cannot be fused, because {reason}")
-    if mode == "kernels":
-        if not on_cpu:
-            raise CaptureError(f"the CPU kernels cannot run on {device}")
-        try:
+    if mode == "cuda_graph" and not can_fuse(device):
+        raise CaptureError("its small operations cannot be fused, because Triton is not installed")
+    if mode == "kernels" and not on_cpu:
+        raise CaptureError(f"the CPU kernels cannot run on {device}")
+    try:
+        if mode == "kernels":
             load_library()
-        except NoKernelsError as error:
-            raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
+        elif mode == "cuda_graph":
+            check_switch()
+    except NoKernelsError as error:
+        name = "CPU" if mode == "kernels" else "Triton"
+        raise CaptureError(f"the {name} kernels cannot be used: {error}") from error
     try:
         with persistent_tensors():
             if mode == "cuda_graph":
