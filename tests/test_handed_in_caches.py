@@ -64,6 +64,13 @@ def values_in_half() -> Cache:
     return cache
 
 
+def offloaded() -> Cache:
+    """Its own way to become so makes a stream of a device."""
+    cache = filled()
+    cache.offloading = True
+    return cache
+
+
 CACHES: dict[str, tuple[Callable[[], Any], str]] = {
     "a tuple": (lambda: ((torch.zeros(ROWS, 2, LENGTH, 8),) * 2,) * 4, "got tuple"),
     "an empty tuple": (lambda: (), "got tuple"),
@@ -79,7 +86,7 @@ CACHES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DynamicCache(config=zoo.build("lfm2").config),
         "has recurrent states in 2 layers, the model in 0",
     ),
-    "offloaded": (lambda: DynamicCache(config=zoo.build("llama").config, offloading=True), "is offloaded"),
+    "offloaded": (offloaded, "is offloaded"),
     "half precision": (changed(torch.Tensor.half), "holds torch.float16, the model computes torch.float32"),
     "bfloat16": (changed(torch.Tensor.bfloat16), "holds torch.bfloat16"),
     "double precision": (changed(torch.Tensor.double), "holds torch.float64"),

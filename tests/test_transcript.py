@@ -246,11 +246,17 @@ def test_processors_that_know_rows_by_number_are_told_which_row_it_is() -> None:
         asked.append(row)
         return [row]
 
-    penalty = RepetitionPenaltyLogitsProcessor(2.0, torch.tensor([0, 2]))
-    processors = LogitsProcessorList([PrefixConstrainedLogitsProcessor(allowed, num_beams=1), penalty])
-    prefix, own = of_row(processors, 1)
+    (prefix,) = of_row(LogitsProcessorList([PrefixConstrainedLogitsProcessor(allowed, num_beams=1)]), 1)
     assert prefix(torch.tensor([[1, 2]]), torch.zeros(1, 3))[0].tolist() == [-torch.inf, 0.0, -torch.inf]
     assert asked == [1]
-    assert own.prompt_ignore_length.tolist() == [2]
     warper = TemperatureLogitsWarper(0.5)
     assert of_row(LogitsProcessorList([warper]), 1) == [warper]
+
+
+def test_the_ignored_prompt_of_a_penalty_is_that_of_its_row() -> None:
+    try:
+        penalty = RepetitionPenaltyLogitsProcessor(2.0, torch.tensor([0, 2]))
+    except ValueError:
+        pytest.skip("this version of transformers has one length for all rows")
+    (own,) = of_row(LogitsProcessorList([penalty]), 1)
+    assert own.prompt_ignore_length.tolist() == [2]

@@ -27,6 +27,7 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # torch 2.9's get_default_device() takes None for a device
 
 
 @contextlib.contextmanager

@@ -73,76 +73,6 @@ static inline int32_t lane_sum(SignedWords some) {
 #endif
 }
 
-// 32 numbers of a row of x: as they are, or rounded to integers, with a factor. Sums are those of both halves and of all.
-struct PlainGroup {
-    float numbers[GROUP], halves[2], whole;
-    template <class T> void fill(const T *from) {
-        for (int half = 0; half < 2; half++) {
-            Floats sum = {};
-            for (long i = half * 16; i < half * 16 + 16; i += LANES) {
-                const Floats some = floats(from + i);
-                store(numbers + i, some);
-                sum += some;
-            }
-            halves[half] = lane_sum(sum);
-        }
-        whole = halves[0] + halves[1];
-    }
-};
-struct RoundedGroup {
-    float factor, halves[2], whole;  // sums are of integers, times the factor
-    int8_t numbers[GROUP];
-    template <class T> void fill(const T *from) {
-        Floats most = {};
-        for (long i = 0; i < GROUP; i += LANES) {
-            const Floats some = floats(from + i), size = some < 0 ? -some : some;
-            most = size <= most ? most : size == size ? size : Floats{} + INFINITY;
-        }
-        const float largest = largest_lane(most);
-        if (!(largest > 1e-30f && largest < INFINITY)) {  // all are about 0, or some are not finite
-            *this = {};
-            if (!(largest <= 1e-30f)) factor = NAN;
-            return;
-        }
-        const float inverse = 127 / largest;
-        factor = largest / 127;
-        for (int half = 0; half < 2; half++) {
-            SignedWords added = {};
-            for (long i = half * 16; i < half * 16 + 16; i += LANES) {
-                const Floats shifted = floats(from + i) * inverse + 12582912.0f;  // rounds to whole numbers, ties to even
-                const SignedWords integers = (SignedWords)shifted - 0x4b400000;
-                *(SignedBytes *)(numbers + i) = __builtin_convertvector(integers, SignedBytes);
-                added += integers;
-            }
-            halves[half] = factor * lane_sum(added);
-        }
-        whole = halves[0] + halves[1];
-    }
-    int32_t four(int quad) const {
-        int32_t result;
-        memcpy(&result, numbers + 4 * quad, 4);
-        return result;
-    }
-};
-
-// The groups of rows of x: the same group of `each` rows side by side. All threads of a team make them together, in memory
-// for which `packed_bytes` suffice.
-template <class D> struct PackedRows {
-    typedef typename D::X X;
-    const X *data;
-    long stride;
-
-    PackedRows(const typename D::T *x, long rows, long k, long each, X *made) : data(made), stride(k / GROUP) {
-        const long thread = omp_get_thread_num(), all = omp_get_num_threads();
-        for (long g = stride * thread / all; g < stride * (thread + 1) / all; g++)
-            for (long m = 0; m < rows; m++) made[(m / each * stride + g) * each + m % each].fill(x + m * k + g * GROUP);
-#pragma omp barrier
-    }
-};
-static inline size_t packed_bytes(long rows, long k) {  // tiles read some rows too many
-    return ((rows + PACKED_ROWS) * (k / GROUP) + PACKED_ROWS) * std::max(sizeof(PlainGroup), sizeof(RoundedGroup));
-}
-
 // How a kind of GGUF block stores numbers q: a weight is scale * (q - ZERO), less a minimum if it has one.
 template <int LOW_, int HIGH_, int SCALED_, int BLOCK_, bool MINIMA_, int ZERO_> struct Format {
     static constexpr int LOW = LOW_, HIGH = HIGH_;    // bits in both planes
@@ -284,56 +214,135 @@ template <class K> struct Planes {
     }
 };
 
-// Sums of products of four numbers of each output with four of a row, as integers. Where they are added as 16 bits first,
-// `most` of them fit; then `flush` adds these to the sums.
+// Sums of products of four numbers of each output with four of a row, as integers. Numbers are stored with `moved` added, so
+// sums start with minus that times the sum of x. Without instructions that add four products as 32 bits, two are added as
+// 16 bits. Such sums of 4 to 6 bits may overflow in between, but not in the end: 32 numbers below 16, or 16 below 32, times
+// 127. Those of 8 bits are added as 32 bits at once.
 struct Products {
+    SignedWords sum;
 #if defined(__AVX512VNNI__)
+    static constexpr bool IN_PAIRS = false;
     static constexpr int UNSIGNED = 128;  // is added to signed weights
-    static constexpr int most(int) { return 8; }
-    __m512i sum = _mm512_setzero_si512();
-    template <int> void add(Quad w, int32_t x) { sum = _mm512_dpbusd_epi32(sum, (__m512i)w, _mm512_set1_epi32(x)); }
-    void flush() {}
+    template <int> void add(Quad w, int32_t x) {
+        sum = (SignedWords)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+    }
+    template <int> SignedWords total() const { return sum; }
 #elif LANES == 4
+    static constexpr bool IN_PAIRS = false;
     static constexpr int UNSIGNED = 0;
-    static constexpr int most(int) { return 8; }
-    int32x4_t sum = vdupq_n_s32(0);
     template <int> void add(Quad w, int32_t x) {
         const int8x16_t four = (int8x16_t)w, row = vreinterpretq_s8_s32(vdupq_n_s32(x));
         const int16x8_t low = vmull_s8(vget_low_s8(four), vget_low_s8(row)), high = vmull_high_s8(four, row);
-        sum = vpadalq_s16(sum, vpaddq_s16(low, high));
+        sum = (SignedWords)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
     }
-    void flush() {}
+    template <int> SignedWords total() const { return sum; }
 #else
+    static constexpr bool IN_PAIRS = true;
     static constexpr int UNSIGNED = 0;
-    static constexpr int most(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 #if LANES == 16
-    __m512i sum = _mm512_setzero_si512(), some = sum;
+    static SignedWords whole(__m512i pairs) { return (SignedWords)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
     template <int BITS> void add(Quad w, int32_t x) {
-        __m512i row = _mm512_set1_epi32(x), four = (__m512i)w;
-        if (BITS == 8) {  // the left operand is unsigned: its sign goes to the right one
-            row = _mm512_mask_sub_epi8(row, _mm512_movepi8_mask(four), _mm512_setzero_si512(), row);
-            four = _mm512_abs_epi8(four);
+        const __m512i row = _mm512_set1_epi32(x), four = (__m512i)w;
+        if (BITS < 8) sum = (SignedWords)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16(four, row));
+        else {  // the left operand is unsigned: its sign goes to the right one
+            const __m512i turned = _mm512_mask_sub_epi8(row, _mm512_movepi8_mask(four), _mm512_setzero_si512(), row);
+            sum += whole(_mm512_maddubs_epi16(_mm512_abs_epi8(four), turned));
         }
-        some = _mm512_add_epi16(some, _mm512_maddubs_epi16(four, row));
     }
-    void flush() {
-        sum = _mm512_add_epi32(sum, _mm512_madd_epi16(some, _mm512_set1_epi16(1)));
-        some = _mm512_setzero_si512();
-    }
+    template <int BITS> SignedWords total() const { return BITS < 8 ? whole((__m512i)sum) : sum; }
 #else
-    __m256i sum = _mm256_setzero_si256(), some = sum;
+    static SignedWords whole(__m256i pairs) { return (SignedWords)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
     template <int BITS> void add(Quad w, int32_t x) {
-        __m256i row = _mm256_set1_epi32(x), four = (__m256i)w;
-        if (BITS == 8) row = _mm256_sign_epi8(row, four), four = _mm256_abs_epi8(four);
-        some = _mm256_add_epi16(some, _mm256_maddubs_epi16(four, row));
+        const __m256i row = _mm256_set1_epi32(x), four = (__m256i)w;
+        if (BITS < 8) sum = (SignedWords)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(four, row));
+        else sum += whole(_mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(row, four)));
+        KEEP(sum);  // adds in this order: compilers would multiply first, and have no registers for all products
     }
-    void flush() {
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(some, _mm256_set1_epi16(1)));
-        some = _mm256_setzero_si256();
-    }
+    template <int BITS> SignedWords total() const { return BITS < 8 ? whole((__m256i)sum) : sum; }
 #endif
 #endif
+    template <class K> static constexpr int moved() { return K::LOW == 8 ? UNSIGNED : K::ZERO; }
+    template <class K> static int32_t start(int32_t of_first, int32_t of_last) {  // sums of x: two of each four, and the others
+        of_first *= -moved<K>(), of_last *= -moved<K>();
+        return IN_PAIRS ? int32_t(uint32_t(of_last) << 16 | uint16_t(of_first)) : of_first + of_last;
+    }
 };
+
+// 32 numbers of a row of x: as they are, or rounded to integers, with a factor.
+struct PlainGroup {
+    float numbers[GROUP], halves[2], whole;  // and the sums of both halves and of all
+    template <class K, class T> void fill(const T *from) {
+        for (int half = 0; half < 2; half++) {
+            Floats sum = {};
+            for (long i = half * 16; i < half * 16 + 16; i += LANES) {
+                const Floats some = floats(from + i);
+                store(numbers + i, some);
+                sum += some;
+            }
+            halves[half] = lane_sum(sum);
+        }
+        whole = halves[0] + halves[1];
+    }
+};
+struct RoundedGroup {
+    float factor, whole;  // the sum of the integers, times the factor
+    int32_t start[2];     // of the sums of each part's products, because weights are moved
+    int8_t numbers[GROUP];
+    template <class K, class T> void fill(const T *from) {
+        Floats most = {};
+        for (long i = 0; i < GROUP; i += LANES) {
+            const Floats some = floats(from + i), size = some < 0 ? -some : some;
+            most = size <= most ? most : size == size ? size : Floats{} + INFINITY;
+        }
+        const float largest = largest_lane(most);
+        if (!(largest > 1e-30f && largest < INFINITY)) {  // all are about 0, or some are not finite
+            *this = {};
+            if (!(largest <= 1e-30f)) factor = NAN;
+            return;
+        }
+        const float inverse = 127 / largest;
+        factor = largest / 127;
+        SignedWords two = {};  // of each four numbers the first two
+        for (int lane = 0; lane < LANES; lane++) two[lane] = lane % 4 < 2 ? -1 : 0;
+        int32_t all = 0;
+        for (int part = 0; part < GROUP / K::SCALED; part++) {
+            SignedWords added = {};
+            for (long i = part * K::SCALED; i < (part + 1) * K::SCALED; i += LANES) {
+                const Floats shifted = floats(from + i) * inverse + 12582912.0f;  // rounds to whole numbers, ties to even
+                const SignedWords integers = (SignedWords)shifted - 0x4b400000;
+                *(SignedBytes *)(numbers + i) = __builtin_convertvector(integers, SignedBytes);
+                added += integers;
+            }
+            if (Products::moved<K>()) start[part] = Products::start<K>(lane_sum(added & two), lane_sum(added & ~two));
+            if (K::MINIMA) all += lane_sum(added);
+        }
+        whole = factor * all;
+    }
+    int32_t four(int quad) const {
+        int32_t result;
+        memcpy(&result, numbers + 4 * quad, 4);
+        return result;
+    }
+};
+
+// The groups of rows of x: the same group of `each` rows side by side. All threads of a team make them together, in memory
+// for which `packed_bytes` suffice.
+template <class D> struct PackedRows {
+    typedef typename D::X X;
+    const X *data;
+    long stride;
+
+    PackedRows(const typename D::T *x, long rows, long k, long each, X *made) : data(made), stride(k / GROUP) {
+        const long thread = omp_get_thread_num(), all = omp_get_num_threads();
+        for (long g = stride * thread / all; g < stride * (thread + 1) / all; g++)
+            for (long m = 0; m < rows; m++)
+                made[(m / each * stride + g) * each + m % each].template fill<typename D::Kind>(x + m * k + g * GROUP);
+#pragma omp barrier
+    }
+};
+static inline size_t packed_bytes(long rows, long k) {  // tiles read some rows too many
+    return ((rows + PACKED_ROWS) * (k / GROUP) + PACKED_ROWS) * std::max(sizeof(PlainGroup), sizeof(RoundedGroup));
+}
 
 // The sums of a group's numbers `part`, times those of M rows.
 template <class K, int M>
@@ -364,8 +373,9 @@ template <class K, int M>
 static inline __attribute__((always_inline)) void
 multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const RoundedGroup *x) {
     constexpr int count = K::SCALED / 4, bits = K::LOW + K::HIGH;
-    constexpr int most = Products::most(bits) < count ? Products::most(bits) : count;
     Products products[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) products[m].sum = SignedWords{} + (Products::moved<K>() ? x[m].start[part] : 0);
 #pragma GCC unroll 4
     for (int first = part * count; first < part * count + count; first += 2) {
         Quad two[2];
@@ -377,13 +387,10 @@ multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const Rounded
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-            for (int q = first; q < first + 2; q++) {
-                products[m].template add<bits>(two[q - first], x[m].four(q));
-                if (q % most == most - 1) products[m].flush();
-            }
+            for (int q = first; q < first + 2; q++) products[m].template add<bits>(two[q - first], x[m].four(q));
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) sum[m] = __builtin_convertvector((SignedWords)products[m].sum, Floats);
+    for (int m = 0; m < M; m++) sum[m] = __builtin_convertvector(products[m].template total<bits>(), Floats);
 }
 
 // Add a group's products with M rows to their sums; the scales are those of the block. All numbers of a group are moved by
@@ -392,20 +399,25 @@ template <class K, int M, class X>
 static inline __attribute__((always_inline)) void
 add_group(Floats (&sum)[M], const uint8_t *group, Floats scale, Floats of_minima, const X *x) {
     constexpr bool is_rounded = std::is_same_v<X, RoundedGroup>;
-    constexpr int zero = is_rounded && K::LOW == 8 ? Products::UNSIGNED : K::ZERO;
+    Floats all[M];
 #pragma GCC unroll 2
     for (int part = 0; part < GROUP / K::SCALED; part++) {
         Floats some[M];
         multiply_part<K, M>(some, Planes<K>{group + LANES * K::SCALES}, part, x);
         const Floats of_part = K::SUBSCALED ? scale * small<!K::MINIMA>(group + part * LANES) : scale;
-        const Floats offset = K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : of_part * -float(zero);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            Floats of_row = of_part;
-            if constexpr (is_rounded) of_row *= x[m].factor;
-            sum[m] = fused(of_row, some[m], sum[m]);
-            if (zero || K::MINIMA) sum[m] = fused(offset, K::SCALED == 16 ? x[m].halves[part] : x[m].whole, sum[m]);
+            if (is_rounded) all[m] = part ? fused(of_part, some[m], all[m]) : of_part * some[m];
+            else sum[m] = fused(of_part, some[m], sum[m]);
+            if constexpr (!is_rounded && K::ZERO)
+                sum[m] = fused(of_part * -float(K::ZERO), K::SCALED == 16 ? x[m].halves[part] : x[m].whole, sum[m]);
         }
+    }
+    const Floats minimum = K::MINIMA ? of_minima * small<false>(group + LANES) * -1.0f : Floats{};
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        if constexpr (is_rounded) sum[m] = fused(all[m], x[m].factor, sum[m]);
+        if (K::MINIMA) sum[m] = fused(minimum, x[m].whole, sum[m]);
     }
 }
 
@@ -439,6 +451,7 @@ template <class Number, class K, class Group> struct Packed : Reading {
     typedef Number T;
     typedef uint8_t W;
     typedef Group X;
+    typedef K Kind;
     static constexpr bool is_packed = true;
     static constexpr long row_bytes(long k) { return K::row_bytes(k); }
     static void multiply(const uint8_t *w, long k, long size, const X *x, long apart, long rows, float *out, long space) {
