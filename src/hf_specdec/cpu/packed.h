@@ -256,7 +256,6 @@ struct Products {
         const __m256i row = _mm256_set1_epi32(x), four = (__m256i)w;
         if (BITS < 8) sum = (SignedWords)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(four, row));
         else sum += whole(_mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(row, four)));
-        KEEP(sum);  // adds in this order: compilers would multiply first, and have no registers for all products
     }
     template <int BITS> SignedWords total() const { return BITS < 8 ? whole((__m256i)sum) : sum; }
 #endif
@@ -387,7 +386,10 @@ multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const Rounded
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-            for (int q = first; q < first + 2; q++) products[m].template add<bits>(two[q - first], x[m].four(q));
+            for (int q = first; q < first + 2; q++) {
+                products[m].template add<bits>(two[q - first], x[m].four(q));
+                if (LANES == 8 && M > 1) KEEP(products[m].sum);  // else all are multiplied first: too few registers
+            }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) sum[m] = __builtin_convertvector(products[m].template total<bits>(), Floats);
@@ -433,10 +435,9 @@ static __attribute__((noinline)) void multiply_tiles(const uint8_t *w, long k, l
             const Floats scale = halves(w), of_minima = K::MINIMA ? halves(w + 2 * LANES) : Floats{};
             for (int g = 0; g < K::BLOCK / GROUP; g++, group += apart) {
                 const uint8_t *const numbers = w + K::HEAD + g * K::GROUP_BYTES;
-                if (use_prefetch)
 #pragma GCC unroll 10
-                    for (long line = 0; line < (K::GROUP_BYTES + 63) / 64; line++)
-                        __builtin_prefetch(numbers + PACKED_AHEAD + 64 * line, 0, 3);
+                for (long line = 0; line < (K::GROUP_BYTES + 63) / 64; line++)
+                    __builtin_prefetch(numbers + PACKED_AHEAD + 64 * line, 0, 3);
                 add_group<K, M>(sum, numbers, scale, of_minima, group);
             }
         }
