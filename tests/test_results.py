@@ -202,6 +202,17 @@ def test_the_race_with_avx2() -> None:
         found = [own / others for own, others in speeds]
         return f"{median(found):.2f}{times} on {{}} ({min(found):.2f}{times} to {max(found):.2f}{times})"
 
+    gains = sorted(
+        median(
+            plain["seconds"] / row["seconds"]
+            for row, plain in zip(
+                runs["gguf-rounded", "auto"]["rows"], runs["gguf-rounded", "plain"]["rows"], strict=True
+            )
+            if row["set"] == name
+        )
+        for name in ("coding", "spec_bench")
+    )
+    assert f"[{100 * gains[0] - 100:.0f} to {100 * gains[1] - 100:.0f} % with AVX2]" in README
     for name, shown in (("coding", "coding"), ("spec_bench", "the others")):
         drafting, plain = (runs["gguf-rounded", mode]["rows"] for mode in ("assistant", "plain"))
         found = [
