@@ -326,7 +326,7 @@ def test_a_head_trained_with_an_adapter_needs_it(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(
         zoo.shallow("llama", 4), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     )
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(folder, save_embedding_layers=False)  # PEFT 0.19 would look for the model's files
     with pytest.raises(DrafterMismatchError, match=r"it is not loaded or not active in this .*load_adapter"):
         model.load_drafter(folder)
     assert not model.drafters

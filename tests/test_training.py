@@ -570,6 +570,7 @@ def test_a_head_in_shards_is_put_together(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # which torch 2.9 itself uses
 @pytest.mark.parametrize("kind", ["full", "sharded", "local"])
 def test_a_checkpoint_of_fsdp_is_checked_before_it_is_loaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

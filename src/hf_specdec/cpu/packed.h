@@ -347,7 +347,7 @@ static inline size_t packed_bytes(long rows, long k) {  // tiles read some rows 
 template <class K, int M>
 static inline __attribute__((always_inline)) void
 multiply_part(Floats (&sum)[M], const Planes<K> &planes, int part, const PlainGroup *x) {
-    constexpr int count = K::SCALED / 4, turns = LANES == 8 ? 2 : 1;  // of 16 registers, 8 hold sums
+    constexpr int count = K::SCALED / 4, turns = LANES == 8 && M > 4 ? 2 : 1;  // of 16 registers, 8 hold sums
     Floats even[M] = {}, odd[M] = {};
 #pragma GCC unroll 2
     for (int turn = 0; turn < turns; turn++)
