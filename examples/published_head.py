@@ -13,6 +13,7 @@ Output (values vary); tau is the number of tokens per forward:
     plain: 256 tokens, ... s, ... tokens/s, tau 1.00
     ... (the answer again; in half precision it may differ after a near-tie)
     auto: 256 tokens, ... s, ... tokens/s, tau ...
+    forwards by: cuda_graph    ("eager": nothing was captured, and a warning says why)
 """
 
 import argparse
@@ -47,6 +48,7 @@ def main():
             **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=speculative,
             streamer=LiveStreamer(tokenizer, speculative or "plain"),
         )  # fmt: skip
+    print("forwards by:", model.last_speculation.forwards)
 
 
 if __name__ == "__main__":

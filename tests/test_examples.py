@@ -166,7 +166,8 @@ def test_a_published_head(layout: str, saved: Path, tmp_path: Path, monkeypatch:
     assert load_head(tmp_path / "head").layout == ("eagle3" if layout == "eagle3" else "speculators-eagle3")
     run("published_head", monkeypatch, "w05 w06", "--model", saved, "--head", tmp_path / "head",
         "--max-new-tokens", 24)  # fmt: skip
-    text, plain, again, auto = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    text, plain, again, auto, forwards = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert re.fullmatch("forwards by: (eager|kernels)", forwards)
     assert text == again == plain_answers(saved, ["w05 w06"], 24)[0]
     assert re.fullmatch(SPEED.format("plain", r"1\.00"), plain)
     assert re.fullmatch(SPEED.format("auto", TAU), auto)

@@ -229,6 +229,8 @@ def test_the_race_with_avx2() -> None:
     different = [own["ids"] != other["ids"] for own, other in pairs]
     choosing = (ROOT / "docs" / "choosing.md").read_text()
     assert f"changed {sum(different)} of {len(different)} greedy answers somewhere with AVX2" in choosing
+    whole = " ".join((ROOT / "docs" / "laptop.md").read_text().split())
+    assert f"({sum(different)} of {len(different)} questions)" in whole
     changed = zip(runs["gguf-rounded", "auto"]["rows"], runs["gguf-rounded", "plain"]["rows"], strict=True)
     assert all(row["ids"] == plain["ids"] for row, plain in changed)
 
