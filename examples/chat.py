@@ -2,8 +2,7 @@
 
     python examples/chat.py
     python examples/chat.py --model org/model --drafter org/head
-
-A GGUF file: `hf-specdec generate --interactive --model model.gguf --round-activations`.
+    python examples/chat.py --model path/to/model.gguf    # stays packed, on the CPU, with rounded activations
 
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
 turns, the whole conversation is read again. An empty line, Ctrl-C or Ctrl-D ends the chat.
@@ -23,10 +22,22 @@ Expected output (answers and tau may differ with the machine, because the packag
 
 import argparse
 from contextlib import suppress
+from pathlib import Path
 
 from transformers import AutoTokenizer, DynamicCache, TextStreamer
 
-from hf_specdec import AutoSpeculativeModelForCausalLM, model_and_head
+from hf_specdec import AutoSpeculativeModelForCausalLM, SpeculativeGenerationMixin, load_gguf, model_and_head
+
+
+def load(name, head):
+    """Return the model with speculation and its head, and the tokenizer."""
+    if not name.endswith(".gguf"):
+        model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="auto", device_map="auto")
+        return model, AutoTokenizer.from_pretrained(name)
+    model = SpeculativeGenerationMixin.attach(load_gguf(name, dtype="bfloat16", round_activations=True))
+    if head:
+        model.load_drafter(head)
+    return model, AutoTokenizer.from_pretrained(Path(name).parent, gguf_file=Path(name).name)
 
 
 def chat(model, tokenizer, max_new_tokens):
@@ -58,10 +69,9 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of each answer; default: %(default)s")
     options = parser.parse_args()
 
-    name, head = model_and_head(options.model, options.drafter)
-    model = AutoSpeculativeModelForCausalLM.from_pretrained(name, drafter=head, dtype="auto", device_map="auto")
+    model, tokenizer = load(*model_and_head(options.model, options.drafter))
     with suppress(EOFError, KeyboardInterrupt):
-        chat(model, AutoTokenizer.from_pretrained(name), options.max_new_tokens)
+        chat(model, tokenizer, options.max_new_tokens)
 
 
 if __name__ == "__main__":

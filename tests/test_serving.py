@@ -179,7 +179,10 @@ def test_a_gguf_file_stays_packed() -> None:
     [file] = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
     load = script("serve", EXAMPLES).packed_loader(lambda *given, **named: (given, named))
     model = load(None, f"{file.parent}@main", gguf_file=file.name)
-    assert packed_forms(model) == {"packed": [PACKED + 2 * list(BLOCKS).index("Q8_0") + 1]}
+    model_of_chat, tokenizer = script("chat", EXAMPLES).load(str(file), None)
+    rounded = {"packed": [PACKED + 2 * list(BLOCKS).index("Q8_0") + 1]}
+    assert packed_forms(model) == packed_forms(model_of_chat) == rounded
+    assert tokenizer.decode(tokenizer("Hello there.").input_ids) == "Hello there."
     assert load(None, "org/model@main", tqdm_class=None) == ((None, "org/model@main"), {"tqdm_class": None})
 
 
