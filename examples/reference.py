@@ -80,7 +80,7 @@ def verify(model: PreTrainedModel, tree: Tree, cache: DynamicCache) -> Tensor:
         visible[0, 0, node, [length + index for index in path]] = True
     positions = torch.tensor([[length + len(path) - 1 for path in paths]])
     tokens = torch.tensor([tree.tokens])
-    return model(tokens, attention_mask=visible, position_ids=positions, past_key_values=cache).logits[0]
+    return model(tokens, visible, positions, cache).logits[0]
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -128,7 +128,7 @@ def generate(
 ) -> tuple[list[int], list[int]]:
     """Return `count` new tokens, and how many of them each forward gave; `draft` gets the text so far."""
     cache = DynamicCache()
-    logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0, -1]
+    logits = model(torch.tensor([prompt]), None, None, cache).logits[0, -1]
     text, emitted = [*prompt, int(torch.multinomial(distribution(logits, temperature), 1))], [1]
     while len(text) < len(prompt) + count:
         tree, length = draft(text), len(text) - 1  # the root is in the text, but not yet in the cache

@@ -16,6 +16,7 @@ import lengths
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.verification.cache import drop_order
+from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
 
@@ -112,7 +113,7 @@ def test_rows_stay_where_they_are_needed(model: Any, needed: str) -> None:
     ids, mask = prompts(ROWS)
     plain, options = ends(model, ids, mask)
     if needed == "a given cache":
-        options["past_key_values"] = DynamicCache(config=model.config)
+        options[CACHE_FIELD] = DynamicCache(config=model.config)
     else:
         options |= {"return_dict_in_generate": True, "output_scores": needed == "scores"}
     with forwards(model) as seen:  # eager: making a program runs forwards of two rows

@@ -35,7 +35,7 @@ from hf_specdec.training import Conversation, EagleTrainingConfig, head_argument
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.features import SINKS, PromptPadding, Window, shifted_padding, token_positions
-from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
 from reference import SlowEagle, paths_of, slow_dynamic_tree
 
@@ -407,7 +407,7 @@ def test_prompts_without_ids_and_caches_that_are_continued(small: Any) -> None:
     assert torch.equal(plain, small.generate(inputs_embeds=embeds, speculative=config, **options))
     first = small.generate(ids, return_dict_in_generate=True, speculative=config, **options)
     longer = torch.cat([first.sequences, ids], dim=-1)
-    again = small.generate(longer, past_key_values=first.past_key_values, speculative=config, **options)
+    again = small.generate(longer, **{CACHE_FIELD: first[CACHE_FIELD]}, speculative=config, **options)
     assert torch.equal(again, small.generate(longer, **options))
 
 

@@ -26,6 +26,7 @@ from hf_specdec.cpu import library
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.generation import checks, mixin
 from hf_specdec.verification import tree_attention
+from hf_specdec.verification.model import CACHE_FIELD
 from models import prompts
 
 PLAIN = {"method": "plain"}
@@ -155,7 +156,7 @@ def exact_llama() -> Any:
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hidden states": ({}, {"return_dict_in_generate": True, "output_hidden_states": True}, "attentions of all layers"),
-    "a cache": ({}, {"past_key_values": "filled"}, "cannot continue the 3 tokens of `past_key_values`"),
+    "a cache": ({}, {CACHE_FIELD: "filled"}, f"cannot continue the 3 tokens of `{CACHE_FIELD}`"),
     "embeddings": ({}, {"inputs_embeds": "of ids"}, "which read token ids, got `inputs_embeds`"),
     "sections": (
         {},
@@ -179,9 +180,9 @@ def test_a_call_that_cannot_be_exact_is_refused_before_any_forward(
     if name == "sampled drafts":
         assistant = drafters.noisy("llama").to(torch.bfloat16)
         model.add_drafter(DraftModelDrafter(assistant, sample=True), "draft_model")
-    if "past_key_values" in options:
-        options["past_key_values"] = cache = DynamicCache(config=model.config)
-        model(ids[:, :3], past_key_values=cache)
+    if CACHE_FIELD in options:
+        options[CACHE_FIELD] = cache = DynamicCache(config=model.config)
+        model(ids[:, :3], None, None, cache)
     if "inputs_embeds" in options:
         options["inputs_embeds"], ids = model.get_input_embeddings()(ids), None
     entered = torch.autocast("cpu", torch.bfloat16) if name == "autocast" else nullcontext()
@@ -298,7 +299,7 @@ def test_a_first_exact_call_runs_the_kernels_and_what_others_do_not_change_them(
     assert llama.last_speculation.forwards == "kernels"
     assert generate(llama, 2, {**PLAIN, "compile": "kernels"}) == plain
     assert generate(llama, 2, {**PLAIN, **EXACT}, prefill_chunk_size=5) == plain
-    assert generate(llama, 2, {**PLAIN, **EXACT}, past_key_values=DynamicCache(config=llama.config)) == plain
+    assert generate(llama, 2, {**PLAIN, **EXACT}, **{CACHE_FIELD: DynamicCache(config=llama.config)}) == plain
 
 
 @pytest.mark.slow

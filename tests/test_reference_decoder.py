@@ -72,7 +72,7 @@ def test_a_verified_tree_has_the_logits_of_its_paths(llama: Any, temperature: fl
     torch.manual_seed(0)
     with torch.no_grad():
         tree, cache = reference.draft_by_model(llama, PROMPT, 1.0, (3, 2)), DynamicCache()
-        llama(torch.tensor([PROMPT[:-1]]), past_key_values=cache)
+        llama(torch.tensor([PROMPT[:-1]]), None, None, cache)
         logits = reference.verify(llama, tree, cache)
         for node in range(len(tree.tokens)):
             text = [*PROMPT[:-1], *(tree.tokens[index] for index in tree.path(node))]
