@@ -146,7 +146,7 @@ template <class T, class K> static void blocks(K, long form, long rows, long n, 
         std::vector<double> seen;
         for (long g = 0; g < k / GROUP; g++) {
             RoundedGroup group;
-            group.fill(&x[row * k + g * GROUP]);
+            group.template fill<K>(&x[row * k + g * GROUP]);
             for (long i = 0; i < GROUP; i++)
                 seen.push_back(form % 2 == PACKED % 2 ? widen(x[row * k + g * GROUP + i]) : double(group.numbers[i]) * group.factor);
         }
