@@ -92,6 +92,23 @@ def test_products_and_rows(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("byte", [0, 255])
+def test_the_largest_sums(kind: str, byte: int) -> None:
+    """All numbers of the weights are the least or the largest, and rows are rounded to 127 or -127."""
+    block = BLOCKS[kind]
+    blocks = random_blocks(kind, 16, 512).reshape(16, -1, block.in_file)
+    blocks[:, :, {"Q4_K": slice(16, None), "Q6_K": slice(192)}.get(kind, slice(2, None))] = byte
+    wide = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(16, -1), gguf.GGMLQuantizationType[kind]))
+    weight = PackedWeight.from_gguf(torch.from_numpy(blocks.reshape(16, -1)), kind, torch.float32, True)
+    x = torch.ones(8, 512)
+    x[1::2] = -1
+    x[2:, 0::4] *= -1
+    x[4:, 2::4] *= -1
+    found, expected = multiply(x, weight), x.double() @ wide.double().T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_rounded_rows_that_are_no_numbers(kind: str) -> None:
     weight, x = packed(kind, 16, 256, torch.float32, round_activations=True), torch.ones(4, 256)
     x[0, 5], x[1, 9], x[2] = torch.nan, torch.inf, 1e-38

@@ -342,7 +342,9 @@ def test_a_head_trained_with_an_adapter_needs_it(tmp_path: Path) -> None:
     try:
         model.disable_adapters()
     except ValueError as error:
-        pytest.skip(f"transformers does not switch adapters of this version of PEFT: {error}")
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))
     with pytest.raises(DrafterMismatchError, match="not active"):
         model.add_drafter(drafter_of(load_head(folder)))
     with pytest.raises(CheckpointFormatError, match="together with an adapter"):

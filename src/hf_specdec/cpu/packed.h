@@ -215,9 +215,9 @@ template <class K> struct Planes {
 };
 
 // Sums of products of four numbers of each output with four of a row, as integers. Numbers are stored with `moved` added, so
-// sums start with minus that times the sum of x. Without instructions that add four products as 32 bits, two are added as
-// 16 bits. Such sums of 4 to 6 bits may overflow in between, but not in the end: 32 numbers below 16, or 16 below 32, times
-// 127. Those of 8 bits are added as 32 bits at once.
+// sums start with minus that times the sum of x. Without instructions that add four products as 32 bits, each two of them
+// are added to one of two sums in 16 bits, which fit at every step for 4 to 6 bits: 16 numbers up to 16, or 8 up to 32, times
+// 127 are at most 32,512, added or still in the start. Those of 8 bits are added as 32 bits at once.
 struct Products {
     SignedWords sum;
 #if defined(__AVX512VNNI__)
